@@ -4,4 +4,4 @@ from perf_lab import machine
 
 machine.interpret_without_gpu()
 
-pytest_plugins = ["perf_lab.pytest_plugin"]
+pytest_plugins = ["perf_lab.pytest_plugin", "perf_lab.measure.pytest_bench", "pytester"]

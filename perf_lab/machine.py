@@ -5,9 +5,12 @@ is decided by an environment variable that must be set before that import.
 """
 
 import functools
+import importlib.metadata
 import os
 import platform
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -76,6 +79,36 @@ def device_name(device: str) -> str:
 
 def slug() -> str:
     """A folder name for this machine's results: the GPU's name where there is one,
-    else the CPU's with its number of cores."""
+    else the CPU's with its number of cores.
+    """
     name = device_name("cuda") if "cuda" in devices() else f"{cpu_name()} {os.cpu_count()} cores"
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def package_version(name: str) -> str | None:
+    """The installed version of a package, None without it."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@functools.cache
+def driver_version() -> str | None:
+    """The NVIDIA driver's version, None without one."""
+    return _nvidia_smi("driver_version")
+
+
+def clocks_mhz() -> dict[str, str] | None:
+    """The GPU's clocks of this moment and its highest, in MHz, by nvidia-smi; None without it."""
+    fields = ("clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem")
+    answer = _nvidia_smi(",".join(fields))
+    return dict(zip(fields, answer.split(", "), strict=True)) if answer else None
+
+
+def _nvidia_smi(query: str) -> str | None:
+    if "cuda" not in devices() or not shutil.which("nvidia-smi"):
+        return None
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits", "--id=0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    return done.stdout.strip() or None

@@ -48,7 +48,8 @@ def eps(dtype: torch.dtype) -> float:
 
 def upcast(value: Any) -> Any:
     """A float64 copy, contiguous, of every floating tensor; other values as they are.
-    On a device without float64 (mps) the copy is on the CPU."""
+    On a device without float64 (mps) the copy is on the CPU.
+    """
     if not isinstance(value, Tensor):
         return value
     value = value.cpu() if value.device.type == "mps" else value
@@ -77,9 +78,7 @@ def _floor(dtype: torch.dtype) -> float:
     return denormal if dtype is torch.float16 else max(denormal, finfo.smallest_normal)
 
 
-def _baseline_error(
-    should_be: Tensor, baseline: Tensor, magnitude: Tensor, dtype: torch.dtype
-) -> float:
+def _baseline_error(should_be: Tensor, baseline: Tensor, magnitude: Tensor, dtype: torch.dtype) -> float:
     normal = magnitude > torch.finfo(dtype).smallest_normal
     error = ((baseline.to(should_be) - should_be).abs() / magnitude)[normal]
     error = error[error.isfinite()]
@@ -94,7 +93,8 @@ def assert_close(got: Tensor, should_be: Tensor, allowed: Tensor | float, call: 
     """
     if got.shape != should_be.shape:
         raise WrongError(
-            f"wrong shape\n  got        {tuple(got.shape)}\n  should be  {tuple(should_be.shape)}\n  reproduce  {call}"
+            f"wrong shape\n  got        {tuple(got.shape)}\n  should be  {tuple(should_be.shape)}"
+            f"\n  reproduce  {call}"
         )
     found = upcast(got).to(should_be.device)
     allowed = torch.as_tensor(allowed, dtype=torch.float64, device=should_be.device).expand_as(should_be)
@@ -117,15 +117,20 @@ def assert_close(got: Tensor, should_be: Tensor, allowed: Tensor | float, call: 
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
     """Within it, memory that torch hands out uninitialized holds NaN (integers: the largest),
-    so that an output element that nothing wrote shows."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    so that an output element that nothing wrote shows.
+    """
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    settings: Any = torch.utils.deterministic
+    fill = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    settings.fill_uninitialized_memory = True
     try:
         yield
     finally:
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        settings.fill_uninitialized_memory = fill
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 

@@ -22,7 +22,8 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 @dataclass(frozen=True)
 class Cost:
     """What one call must do at the least: floating-point operations, and bytes
-    through device memory with each input read once and each output written once."""
+    through device memory with each input read once and each output written once.
+    """
 
     flops: int
     bytes: int

@@ -76,7 +76,9 @@ def pytest_configure(config: pytest.Config) -> None:
             here = ", ".join(machine.devices())
             raise pytest.UsageError(f"--device {device}: {machine.why_missing(device)}; here: {here}")
     if negative := [n for n in config.getoption("length") if n < 1]:
-        raise pytest.UsageError(f"--length: got {negative[0]}, accepted are positive numbers of tokens or columns")
+        raise pytest.UsageError(
+            f"--length: got {negative[0]}, accepted are positive numbers of tokens or columns"
+        )
     selection.devices, selection.lengths, selection.impls = asked, tuple(config.getoption("length")), names
 
 
@@ -129,7 +131,10 @@ def devices(*candidates: str) -> tuple[str, ...]:
 def device_params(*candidates: str) -> list[Any]:
     """The devices as pytest parameters; one that is missing here is a skip with its reason."""
     return [
-        pytest.param(device, marks=[] if device in machine.devices() else _skip(f"{device}: {machine.why_missing(device)}"))
+        pytest.param(
+            device,
+            marks=[] if device in machine.devices() else _skip(f"{device}: {machine.why_missing(device)}"),
+        )
         for device in devices(*candidates)
     ]
 
@@ -158,8 +163,10 @@ def implementations(
     """
 
     def decorate(test: Any) -> Any:
-        params = [param for impl in _selected(op) if only(impl) for param in _params(impl, test.__name__, dtypes)]
-        names = "device, impl, dtype" if dtypes else "device, impl"
+        params = [
+            param for impl in _selected(op) if only(impl) for param in _params(impl, test.__name__, dtypes)
+        ]
+        names = ("device", "impl", "dtype") if dtypes else ("device", "impl")
         return pytest.mark.parametrize(names, params)(test)
 
     return decorate
@@ -167,8 +174,12 @@ def implementations(
 
 def drive(state_machine: Callable[[], Any]) -> None:
     """Run a hypothesis RuleBasedStateMachine (a class, or a function that makes one) under the
-    profile in force; a test calls it, so that it can be parametrized over implementations."""
-    hypothesis.stateful.run_state_machine_as_test(state_machine, settings=hypothesis.settings())
+    profile in force; a test calls it, so that it can be parametrized over implementations.
+    """
+    hypothesis.stateful.run_state_machine_as_test(
+        state_machine,  # type: ignore[arg-type]  # a function that makes one serves as well
+        settings=hypothesis.settings(),
+    )
 
 
 def _selected(op: Op) -> Iterable[Implementation]:
@@ -188,3 +199,25 @@ def _params(impl: Implementation, test: str, dtypes: bool) -> Iterable[Any]:
         for dtype in impl.dtypes:
             name = f"{device}-{impl.name}-{dtype_name(dtype)}"
             yield pytest.param(device, impl, dtype, id=name, marks=here)
+
+
+def timed(op: Op) -> Callable[[Any], Any]:
+    """Parametrize a benchmark over (device, impl) of everything registered for `op`.
+
+    An interpreted kernel on the CPU is a visible skip: the interpreter checks, it does not time.
+    """
+
+    def decorate(test: Any) -> Any:
+        params = [
+            _timed_param(impl, device) for impl in _selected(op) for device in devices(*impl.candidates)
+        ]
+        return pytest.mark.parametrize(("device", "impl"), params)(test)
+
+    return decorate
+
+
+def _timed_param(impl: Implementation, device: str) -> Any:
+    why_not = impl.why_not(device)
+    if why_not is None and device not in impl.devices:
+        why_not = f"{impl}: on {device} only interpreted, which is checked but not timed"
+    return pytest.param(device, impl, id=f"{device}-{impl.name}", marks=_skip(why_not) if why_not else [])

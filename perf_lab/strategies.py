@@ -17,7 +17,7 @@ LAYOUTS = ("contiguous", "transposed", "strided", "padded_rows", "expanded", "of
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """ "bfloat16" for torch.bfloat16."""
+    """The name alone: bfloat16 for torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -111,9 +111,7 @@ def inputs(
 
 def lengths(largest: int, smallest: int = 0) -> st.SearchStrategy[int]:
     """A length from `smallest` to `largest`; powers of two and their neighbours come often."""
-    edges = {0, 1, 2, 3, largest} | {
-        2**k + d for k in range(2, largest.bit_length() + 1) for d in (-1, 0, 1)
-    }
+    edges = {0, 1, 2, 3, largest} | {2**k + d for k in range(2, largest.bit_length() + 1) for d in (-1, 0, 1)}
     return st.one_of(
         st.sampled_from(sorted(e for e in edges if smallest <= e <= largest)),
         st.integers(smallest, largest),

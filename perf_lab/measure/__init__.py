@@ -1,0 +1,1 @@
+"""The measuring side: clock, ceilings, results, tables. It knows no optimization."""

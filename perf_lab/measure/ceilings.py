@@ -1,0 +1,114 @@
+"""What this machine can do at the most, measured: the ceilings that results are held against.
+
+Measured once a session, on first use; the best of several tries, since a
+ceiling is a maximum. No result can be above one: `Ceilings.fraction` measures
+again before it believes that, and whoever called it must then fail.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from perf_lab.measure.clock import EventTimer, WallTimer
+from perf_lab.op import Cost
+from perf_lab.strategies import dtype_name
+
+TRIES = 5
+
+
+def _best_seconds(work: Callable[[], Any], device: str) -> float:
+    work()
+    timer = EventTimer([work]) if device == "cuda" else WallTimer([work], device)
+    return min(timer.round() for _ in range(TRIES))
+
+
+def cache_bytes(device: str) -> int:
+    """The size of the last-level cache: what cold inputs must be rotated past."""
+    if device == "cuda":
+        return torch.cuda.get_device_properties(0).L2_cache_size
+    return _cpu_cache_bytes() or 32 * 2**20
+
+
+@functools.cache
+def _cpu_cache_bytes() -> int:
+    import cpuinfo
+
+    size = cpuinfo.get_cpu_info().get("l3_cache_size", 0)
+    return size if isinstance(size, int) else 0
+
+
+@dataclass
+class Ceilings:
+    """Measured maxima of one device: copy and read bandwidth in bytes/s, matrix rates in FLOP/s by dtype."""
+
+    device: str
+    copy: float = 0.0
+    read: float = 0.0
+    matrix: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes/s through memory: the larger of copying (read plus written) and reading."""
+        if not self.copy:
+            self.measure_bandwidth()
+        return max(self.copy, self.read)
+
+    def measure_bandwidth(self) -> None:
+        """Copy and sum buffers of 8 times the cache (at least 256 MiB); keep what is faster than before."""
+        size = max(8 * cache_bytes(self.device), 2**28) * (4 if self.device == "cuda" else 1)
+        source = torch.ones(size // 4, device=self.device)
+        target = torch.empty_like(source)
+        self.copy = max(self.copy, 2 * size / _best_seconds(lambda: target.copy_(source), self.device))
+        self.read = max(self.read, size / _best_seconds(source.sum, self.device))
+
+    def rate(self, dtype: torch.dtype) -> float:
+        """FLOP/s of a square matrix product of random numbers in this dtype, through torch."""
+        if dtype_name(dtype) not in self.matrix:
+            self.measure_rate(dtype)
+        return self.matrix[dtype_name(dtype)]
+
+    def measure_rate(self, dtype: torch.dtype) -> None:
+        """Time one matrix product; keep the rate if it is above the one known."""
+        n = {"cuda": 8192, "mps": 4096, "cpu": 2048}[self.device]
+        a, b = (torch.randn(n, n, device=self.device).to(dtype) for _ in range(2))
+        rate = 2 * n**3 / _best_seconds(lambda: a @ b, self.device)
+        self.matrix[dtype_name(dtype)] = max(self.matrix.get(dtype_name(dtype), 0.0), rate)
+
+    def floor_seconds(self, cost: Cost, dtype: torch.dtype) -> float:
+        """The time under which this device cannot do that much work: the longer of moving the
+        bytes and computing the FLOPs at the matrix rate.
+        """
+        return max(cost.bytes / self.bandwidth, cost.flops / self.rate(dtype))
+
+    def fraction(self, cost: Cost, dtype: torch.dtype, seconds: float) -> float:
+        """Floor over measured time. Above 1 the ceilings are measured once more; a value that
+        stays above 1 says that the measurement of `seconds` is wrong.
+        """
+        fraction = self.floor_seconds(cost, dtype) / seconds
+        if fraction > 1:
+            self.measure_bandwidth()
+            self.measure_rate(dtype)
+            fraction = self.floor_seconds(cost, dtype) / seconds
+        return fraction
+
+    def as_dict(self) -> dict[str, Any]:
+        """What was measured so far, for a results file; None for what was not."""
+        return {
+            "copy_bytes_per_s": self.copy or None,
+            "read_bytes_per_s": self.read or None,
+            "matrix_flop_per_s": dict(self.matrix),
+        }
+
+    def __str__(self) -> str:
+        rates = ", ".join(f"{name} {rate / 1e12:.3g} TFLOP/s" for name, rate in self.matrix.items())
+        memory = f"copy {self.copy / 1e9:.4g} GB/s, read {self.read / 1e9:.4g} GB/s"
+        return f"{self.device}: {memory}, matrix product {rates}"
+
+
+@functools.cache
+def ceilings(device: str) -> Ceilings:
+    """The one `Ceilings` of a device in this process."""
+    return Ceilings(device)
