@@ -80,7 +80,7 @@ def _lay_out(x: Tensor, layout: str) -> Tensor:
     if layout == "transposed" and x.ndim >= 2:
         return x.mT.contiguous().mT
     if layout == "expanded":
-        return x[:1].expand(x.shape) if x.shape[0] else x
+        return x[:1].clone().expand(x.shape) if x.shape[0] else x
     if layout == "strided":
         buffer = x.new_full((*x.shape[:-1], 2 * x.shape[-1]), math.nan)
         view = buffer[..., ::2]
