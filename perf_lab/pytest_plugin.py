@@ -67,9 +67,6 @@ def pytest_configure(config: pytest.Config) -> None:
         names = tuple(outside(text).name if "=" in text else text for text in config.getoption("impl"))
     except ValueError as error:
         raise pytest.UsageError(str(error)) from error
-    known = {impl.name for op in OPS.values() for impl in op}
-    if unknown := sorted(set(names) - known):
-        raise pytest.UsageError(f"--impl: got {unknown}, there are {sorted(known)}")
     asked = tuple(config.getoption("device"))
     for device in asked:
         if device not in machine.devices():
@@ -80,6 +77,20 @@ def pytest_configure(config: pytest.Config) -> None:
             f"--length: got {negative[0]}, accepted are positive numbers of tokens or columns"
         )
     selection.devices, selection.lengths, selection.impls = asked, tuple(config.getoption("length")), names
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep those of the asked implementations where `impl` is a plain name; refuse one that nobody has."""
+    if not selection.impls:
+        return
+    named = {item: item.callspec.params.get("impl") for item in items if hasattr(item, "callspec")}
+    plain = {item: name for item, name in named.items() if isinstance(name, str)}
+    known = {impl.name for op in OPS.values() for impl in op} | set(plain.values())
+    if unknown := sorted(set(selection.impls) - known):
+        raise pytest.UsageError(f"--impl: got {unknown}, there are {sorted(known)}")
+    dropped = [item for item, name in plain.items() if name not in selection.impls]
+    config.hook.pytest_deselected(items=dropped)
+    items[:] = [item for item in items if item not in set(dropped)]
 
 
 def _set_profile() -> None:

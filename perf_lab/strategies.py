@@ -28,7 +28,8 @@ class Input:
     values: "normal" (standard normal), "zeros", "ties" (few distinct values),
         "denormal" (below the smallest normal number), "huge" (up to 0.9 of the
         largest finite number's square root), "outliers" (normal, one in 64 times 1000),
-        "negative" (all below -1).
+        "negative" (all below -1). For masks, of bool too: "holes" (normal or True; one element in
+        three, and all of one row in eight, is -inf or False).
     layout: "contiguous", "transposed" (last two axes stored swapped), "strided"
         (every second element of the last axis), "padded_rows" (rows of a wider
         buffer), "expanded" (stride 0 on the first axis), "offset" (starts inside its storage).
@@ -54,8 +55,12 @@ class Input:
 
 
 def _fill(values: str, shape: tuple[int, ...], dtype: torch.dtype, g: torch.Generator) -> Tensor:
-    finfo = torch.finfo(dtype)
     x = torch.randn(shape, generator=g, dtype=torch.float64)
+    if values == "holes":
+        rows = torch.rand((*shape[:-1], 1), generator=g) < 1 / 8
+        holes = (torch.rand(shape, generator=g) < 1 / 3) | rows
+        return ~holes if dtype is torch.bool else x.masked_fill(holes, -math.inf).to(dtype)
+    finfo = torch.finfo(dtype)
     if values == "normal":
         return x.to(dtype)
     if values == "zeros":

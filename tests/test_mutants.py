@@ -29,7 +29,7 @@ hypothesis.settings.register_profile(
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=str)
 def test_mutant_is_killed(mutant: Mutant) -> None:
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, pytest.fail.Exception)):  # the latter: an error that did not come
         run_property(mutant)
 
 

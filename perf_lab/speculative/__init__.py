@@ -1,0 +1,225 @@
+"""Greedy speculative decoding: exactly the target's greedy tokens, several for one forward of it.
+
+    speculative_generate(target, draft, prompt, max_new_tokens, gamma=4, eos=None) -> Result
+
+A round: the draft proposes k = min(gamma, budget left - 1) tokens after the committed ones. One forward of
+the target, over [last committed, proposals], gives its own choice after each of them. The longest prefix of
+the proposals that equals these choices is committed, and then the choice behind it, the bonus: the correction
+where a proposal was wrong, one token more where none was. Both caches go back to committed[:-1].
+
+target     a model: config.vocab_size, config.max_length, new_cache(batch, capacity), and
+           model(tokens [1, T], cache, last_only=False) -> logits [1, T or 1, V] as in perf_lab.model.
+draft      a `Draft`, or a model, which `ModelDraft` makes one. It may be wrong, shorter of context, and of
+           another vocabulary: that costs speed and changes no token. Ids that the target lacks are never
+           proposed by `ModelDraft`, and refused from others.
+prompt     [1, T] int64, T >= 1, on the target's device. One sequence: rows with accept counts of their own
+           need a ragged cache.
+tokens     [1, T + n]: the prompt and n new tokens. n = max_new_tokens, or fewer when eos came: then it is the
+           last one.
+choice     the largest logit, the lowest id of equal ones, as in perf_lab.generate.
+exactness  equal to greedy decoding token for token where the target's logits do not depend on how many tokens
+           share a forward. A matrix product of one row and one of k + 1 rows round differently: with float64
+           weights the difference (about 1e-15) meets no margin in practice; in lower precision a token may
+           differ where the two largest logits are closer than twice the error of a logit, and only there.
+caches     after each round, and at the end, the target's holds committed[:-1]: its next position is the
+           number of committed tokens less one. The draft's holds the same, or one token less where all k were
+           accepted, as it never read the last of them; it reads that one first in the next round.
+rounds     k = 0 in the last one if a single token is left: then the draft is not asked. The first round
+           computes the prompt too, so n tokens of an always right draft take ceil(n / (gamma + 1)) forwards.
+waits      the host waits for the device once a round, whatever gamma is, and once before (the prompt's ids).
+sampling   is not here: drawing from the target's law needs the draft's probabilities beside its tokens.
+
+FLOPs        of a round: a target forward over k + 1 tokens and k draft forwards over one.
+least bytes  of a round: the target's weights and cache once, the draft's k times.
+speed-up     to expect from how often the draft is right: perf_lab.speculative.cost_model.
+
+Sources: Leviathan et al., Fast Inference from Transformers via Speculative Decoding, arXiv:2211.17192; Stern
+et al., Blockwise Parallel Decoding for Deep Autoregressive Models, arXiv:1811.03115 (greedy acceptance).
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from perf_lab.op import FLOATS, Op
+
+
+@runtime_checkable
+class Draft(Protocol):
+    """What guesses the next tokens: a smaller model, n-grams of the prompt, a script of a test."""
+
+    def start(self, vocab_size: int, capacity: int) -> None:
+        """A new sequence begins: of ids below vocab_size, of at most `capacity` tokens."""
+
+    def propose(self, committed: Tensor, k: int) -> Tensor:
+        """Up to k >= 1 ids [1, <= k] int64 in 0..vocab_size-1, to follow committed [1, n] on its device.
+
+        `committed` is a view of the sequence; it is not to be written.
+        """
+
+    def rewind(self, length: int) -> None:
+        """Of what was committed and proposed so far, only the first `length` tokens hold from now on."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """One target forward: tokens proposed, how many of those were emitted, and all that it emitted.
+
+    emitted = accepted + 1 (the bonus), except in a round that eos ends at an accepted token: then the
+    proposals behind it count as drafted, not as accepted, and there is no bonus.
+    """
+
+    drafted: int
+    accepted: int
+    emitted: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """tokens [1, T + n] int64, the prompt first, and the rounds that made the n new ones."""
+
+    tokens: Tensor
+    rounds: tuple[Round, ...]
+
+    @property
+    def target_forwards(self) -> int:
+        """Forwards of the target, the one that computes the prompt included."""
+        return len(self.rounds)
+
+    @property
+    def drafted(self) -> int:
+        """Tokens that the draft proposed."""
+        return sum(r.drafted for r in self.rounds)
+
+    @property
+    def accepted(self) -> int:
+        """Tokens of the result that the draft proposed."""
+        return sum(r.accepted for r in self.rounds)
+
+    @property
+    def emitted(self) -> int:
+        """New tokens, n."""
+        return sum(r.emitted for r in self.rounds)
+
+    @property
+    def acceptance(self) -> float:
+        """Accepted / drafted, 0.0 where nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def agreement(self) -> float:
+        """The share of right proposals among those whose predecessors in the round were right: the `a` of
+        the cost model. At least `acceptance`, which counts those behind a wrong one too. 0.0 without any.
+        """
+        wrong = sum(r.accepted < r.drafted and r.emitted > r.accepted for r in self.rounds)
+        return self.accepted / (self.accepted + wrong) if self.drafted else 0.0
+
+    @property
+    def tokens_per_target_forward(self) -> float:
+        """Emitted / target_forwards, 0.0 without a forward."""
+        return self.emitted / self.target_forwards if self.rounds else 0.0
+
+
+@torch.no_grad()
+def oracle(
+    target: Any, draft: Any, prompt: Tensor, max_new_tokens: int, *, gamma: int = 4, eos: int | None = None
+) -> Tensor:
+    """Greedy decoding as it is defined, tokens [1, T + n]: no cache, no draft, all of it every time."""
+    tokens = prompt
+    for _ in range(max_new_tokens):
+        best = target(tokens)[:, -1].argmax(-1, keepdim=True)  # [1, 1]
+        tokens = torch.cat((tokens, best), 1)
+        if eos is not None and int(best) == eos:
+            break
+    return tokens
+
+
+def validate(
+    target: Any, draft: Any, prompt: Tensor, max_new_tokens: int, *, gamma: int = 4, eos: int | None = None
+) -> None:
+    """Raise TypeError or ValueError for what the contract refuses."""
+    _check_model("target", target)
+    if not isinstance(draft, Draft):
+        _check_model("draft", draft)
+    vocab = target.config.vocab_size
+    _check_int("max_new_tokens", max_new_tokens, 0)
+    _check_int("gamma", gamma, 1)
+    if eos is not None:
+        _check_int("eos", eos, 0, vocab - 1)
+    _check_prompt(prompt, vocab)
+    room = target.config.max_length + 1 - prompt.shape[1]
+    if max_new_tokens > max(0, room):
+        raise ValueError(
+            f"max_new_tokens: got {max_new_tokens} after a prompt of {prompt.shape[1]}, accepted are at most "
+            f"{max(0, room)}: the target takes {target.config.max_length} tokens (max_length)"
+        )
+
+
+def _check_model(name: str, model: Any) -> None:
+    if not (callable(model) and hasattr(model, "new_cache") and hasattr(model, "config")):
+        accepted = "a model (callable, with config and new_cache)"
+        if name == "draft":
+            accepted += " or a Draft (start, propose, rewind)"
+        raise TypeError(f"{name}: got {type(model).__name__}, accepted is {accepted}")
+
+
+def _check_prompt(prompt: Tensor, vocab: int) -> None:
+    if not isinstance(prompt, Tensor) or prompt.dtype != torch.int64:
+        got = prompt.dtype if isinstance(prompt, Tensor) else type(prompt).__name__
+        raise TypeError(f"prompt: got {got}, accepted is a Tensor of torch.int64")
+    if prompt.ndim != 2 or prompt.shape[0] != 1 or prompt.shape[1] == 0:
+        raise ValueError(f"prompt: got shape {tuple(prompt.shape)}, accepted is one sequence [1, T], T >= 1")
+    low, high = torch.stack(prompt.aminmax()).tolist()
+    if low < 0 or high >= vocab:
+        raise ValueError(f"prompt: got ids from {low} to {high}, accepted are 0 to {vocab - 1}")
+
+
+def _check_int(name: str, got: int, least: int, most: int | None = None) -> None:
+    if not isinstance(got, int) or isinstance(got, bool):
+        raise TypeError(f"{name}: got {got!r}, accepted is an int")
+    if got < least or (most is not None and got > most):
+        upper = " and above" if most is None else f" to {most}"
+        raise ValueError(f"{name}: got {got}, accepted are {least}{upper}")
+
+
+speculative = Op("speculative", oracle=oracle, validate=validate, reference="draft_verify")
+
+DTYPES = (*FLOATS, torch.float64)
+
+from perf_lab.speculative.cost_model import expected_tokens, predicted_speedup  # noqa: E402
+from perf_lab.speculative.model_draft import ModelDraft  # noqa: E402
+
+speculative.load(__name__, "draft_verify")
+
+
+def speculative_generate(
+    target: Any,
+    draft: Any,
+    prompt: Tensor,
+    max_new_tokens: int,
+    *,
+    gamma: int = 4,
+    eos: int | None = None,
+) -> Result:
+    """The prompt [1, T] and up to max_new_tokens more, the target's greedy ones, and how they came about.
+
+    The module's docstring is the contract. Raises ValueError or TypeError that names the argument, before a
+    model is run; and the same for a draft that proposes more than it was asked for, something else than a
+    row of ids, or an id that the target does not have.
+    """
+    result: Result = speculative["draft_verify"](target, draft, prompt, max_new_tokens, gamma=gamma, eos=eos)
+    return result
+
+
+__all__ = [
+    "Draft",
+    "ModelDraft",
+    "Result",
+    "Round",
+    "expected_tokens",
+    "predicted_speedup",
+    "speculative",
+    "speculative_generate",
+]
