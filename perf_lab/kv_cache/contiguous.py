@@ -1,0 +1,148 @@
+"""The cache as one preallocated block of memory a layer: appending is one copy, reading is a slice."""
+
+import torch
+from torch import Tensor
+
+from perf_lab.kv_cache import kv_cache
+
+
+@kv_cache.register("contiguous")
+class ContiguousCache:
+    """Keys and values [layers, B, Hkv, capacity, D]; the contract is the docstring of perf_lab.kv_cache.
+
+    Raises ValueError for a size below 1 (capacity: below 0), TypeError for one that is no int or a
+    dtype that is not floating.
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        batch: int,
+        kv_heads: int,
+        head_dim: int,
+        capacity: int,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        for name, size in (
+            ("layers", layers),
+            ("batch", batch),
+            ("kv_heads", kv_heads),
+            ("head_dim", head_dim),
+        ):
+            _check_count(name, size, 1)
+        _check_count("capacity", capacity, 0)
+        if not dtype.is_floating_point:
+            raise TypeError(f"dtype: got {dtype}, accepted are floating dtypes")
+        shape = (layers, batch, kv_heads, capacity, head_dim)
+        self.layers, self.batch, self.kv_heads, self.head_dim = layers, batch, kv_heads, head_dim
+        self.capacity = capacity
+        self._k = torch.empty(shape, dtype=dtype, device=device)  # [layers, B, Hkv, capacity, D]
+        self._v = torch.empty(shape, dtype=dtype, device=device)
+        self._length = 0
+        self._pending = [0] * layers  # tokens, by layer
+
+    @property
+    def length(self) -> int:
+        """The number of committed tokens: also the position of the next one."""
+        return self._length
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of keys and values."""
+        return self._k.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where keys and values lie."""
+        return self._k.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, linear in the capacity."""
+        return self._k.nbytes + self._v.nbytes
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write k, v [B, Hkv, T, D] after the committed tokens of `layer`; gives views of all its keys and
+        values, [B, Hkv, length + T, D].
+
+        Raises ValueError for a layer, shape, device or number of tokens that does not fit, or for a tensor
+        that needs a gradient; TypeError for another dtype. Nothing is written then.
+        """
+        self._check_append(layer, k, v)
+        start, end = self._length, self._length + k.shape[2]
+        keys, values = self._k[layer], self._v[layer]  # [B, Hkv, capacity, D]
+        keys[:, :, start:end].copy_(k)
+        values[:, :, start:end].copy_(v)
+        self._pending[layer] = end - start
+        return keys[:, :, :end], values[:, :, :end]
+
+    def commit(self, n: int) -> None:
+        """Make the first n pending tokens count; the other pending ones are dropped.
+
+        Raises ValueError when n is negative or more than some layer has pending, TypeError for no int.
+        """
+        _check_count("n", n, 0, min(self._pending), "pending in every layer")
+        self._settle(self._length + n)
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` committed tokens; the others and the pending ones are dropped.
+
+        Raises ValueError unless 0 <= length <= self.length, TypeError when it is no int.
+        """
+        _check_count("length", length, 0, self._length, "committed")
+        self._settle(length)
+
+    def rollback(self, n: int) -> None:
+        """Drop the last n committed tokens, and the pending ones.
+
+        Raises ValueError unless 0 <= n <= self.length, TypeError when it is no int.
+        """
+        _check_count("n", n, 0, self._length, "committed")
+        self._settle(self._length - n)
+
+    def reset(self) -> None:
+        """Drop every token."""
+        self._settle(0)
+
+    def _settle(self, length: int) -> None:
+        self._length = length
+        self._pending = [0] * self.layers
+
+    def _check_append(self, layer: int, k: Tensor, v: Tensor) -> None:
+        _check_count("layer", layer, 0, self.layers - 1, "the last layer")
+        self._check_tensor("k", k)
+        self._check_tensor("v", v)
+        if v.shape != k.shape:
+            raise ValueError(f"v: got {tuple(v.shape)}, accepted is the shape of k, {tuple(k.shape)}")
+        if k.shape[2] > self.capacity - self._length:
+            raise ValueError(
+                f"k: got {k.shape[2]} tokens, accepted are at most {self.capacity - self._length}: "
+                f"{self._length} of the cache's {self.capacity} slots are taken"
+            )
+
+    def _check_tensor(self, name: str, x: Tensor) -> None:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: got {type(x).__name__}, accepted is a Tensor")
+        if x.dtype != self._k.dtype:
+            raise TypeError(f"{name}: got {x.dtype}, accepted is the cache's {self._k.dtype}")
+        if x.device != self._k.device:
+            raise ValueError(f"{name}: got a tensor on {x.device}, accepted is the cache's {self._k.device}")
+        b, h, d = self.batch, self.kv_heads, self.head_dim
+        if x.ndim != 4 or (x.shape[0], x.shape[1], x.shape[3]) != (b, h, d):
+            raise ValueError(f"{name}: got shape {tuple(x.shape)}, accepted is [{b}, {h}, T, {d}]")
+        if x.requires_grad:
+            raise ValueError(
+                f"{name}: got a tensor that requires a gradient, accepted are those without: "
+                "the cache keeps no gradients, call under torch.no_grad()"
+            )
+
+
+def _check_count(name: str, got: int, least: int, most: int | None = None, what: str = "") -> None:
+    """Raise unless `got` is an int from least to most."""
+    if not isinstance(got, int) or isinstance(got, bool):
+        raise TypeError(f"{name}: got {got!r}, accepted is an int")
+    if got < least or (most is not None and got > most):
+        upper = "" if most is None else f" to {most} ({what})"
+        raise ValueError(f"{name}: got {got}, accepted are {least}{upper or ' and above'}")
