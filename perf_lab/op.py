@@ -45,7 +45,7 @@ class LimitError(NotImplementedError):
     """A call within the op's contract, but past a stated limit of the implementation."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Implementation:
     """One way to do an op.
 
@@ -79,6 +79,9 @@ class Implementation:
 
     def __str__(self) -> str:
         return f"{self.op.name}[{self.name}]"
+
+    def __repr__(self) -> str:
+        return f"<{self}>"
 
     def why_not(self, device: str) -> str | None:
         """Why it does not run on `device` ("cpu", "cuda", "mps") here; None where it does."""
@@ -185,7 +188,7 @@ class Op:
 
 OPS: dict[str, Op] = {}
 
-ROOMS = ("rms_norm", "softmax", "attention", "quant", "kv_cache", "model", "speculative")
+ROOMS = ("rms_norm", "softmax", "attention", "quant", "kv_cache", "model", "generate", "speculative")
 
 
 def load_all() -> dict[str, Op]:

@@ -206,6 +206,8 @@ class Bench:
         )
         benchmark.extra_info.update(info)
         record = Record(benchmark, key, impl, reference, benchmark.extra_info)
+        if "tokens" in info and not benchmark.disabled:
+            benchmark.extra_info["tokens_per_s"] = info["tokens"] / record.seconds
         if cost and not benchmark.disabled:
             self._guard(lambda: add_cost(record, cost, dtype, ceilings(device)))
         if not benchmark.disabled:

@@ -59,7 +59,7 @@ class Ceilings:
     def measure_bandwidth(self) -> None:
         """Copy and sum buffers of 8 times the cache (at least 256 MiB); keep what is faster than before."""
         size = max(8 * cache_bytes(self.device), 2**28) * (4 if self.device == "cuda" else 1)
-        source = torch.ones(size // 4, device=self.device)
+        source = torch.rand(size // 4, device=self.device)
         target = torch.empty_like(source)
         self.copy = max(self.copy, 2 * size / _best_seconds(lambda: target.copy_(source), self.device))
         self.read = max(self.read, size / _best_seconds(source.sum, self.device))

@@ -17,6 +17,7 @@ from perf_lab.measure import results
 # extra_info that is context or already part of a cell; every other number gets a table of its own
 STANDARD = {
     "ratio", "fraction_of_ceiling", "gb_per_s", "tflop_per_s", "flops", "least_bytes", "peak_bytes",
+    "tokens",
 }  # fmt: skip
 
 
