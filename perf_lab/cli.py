@@ -1,14 +1,21 @@
-"""The command line: `python -m perf_lab list` and `python -m perf_lab tables`."""
+"""The command line: `perf-lab list`, `tables`, `report`, `ab`, `gate`."""
 
 import argparse
+import functools
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from perf_lab import machine
+from perf_lab.measure.ab import ab
+from perf_lab.measure.report import MissingExtraError, report
 from perf_lab.measure.results import ResultsError
 from perf_lab.measure.tables import markdown_tables, rows_of
+from perf_lab.measure.verdicts import gate
+from perf_lab.measure.workshop import PAIRS, plan_for
 from perf_lab.op import load_all
 from perf_lab.strategies import dtype_name
 
@@ -26,12 +33,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tables.add_argument(
         "--write", type=Path, metavar="README", help="renew the tables in this file, between its markers"
     )
-    asked = parser.parse_args(arguments)
+    page = commands.add_parser("report", help="tables, a page and pictures of saved results")
+    page.add_argument(
+        "runs",
+        nargs="*",
+        type=Path,
+        help="results files, or folders of them (default: bench/results, else .benchmarks)",
+    )
+    page.add_argument("--html", type=Path, metavar="PAGE", help="write one self-contained HTML page")
+    page.add_argument("--pictures", type=Path, metavar="FOLDER", help="write each plot as an SVG file")
+    _add_ab(commands)
+    _add_gate(commands)
+    asked, left = parser.parse_known_args(arguments)
+    if left and (asked.command != "ab" or any(path.startswith("-") for path in left)):
+        parser.error(f"unrecognized arguments: {' '.join(left)}")
     if asked.command == "list":
         print(list_text())
         return 0
     try:
-        if asked.write:
+        if asked.command == "ab":
+            return _ab(asked, [*asked.paths, *left])  # argparse leaves paths that come after options
+        if asked.command == "gate":
+            return _gate(asked)
+        if asked.command == "report":
+            print(report(asked.runs, asked.html, asked.pictures))
+        elif asked.write:
             asked.write.write_text(
                 renewed(asked.write.read_text(encoding="utf-8"), asked.write.parent), encoding="utf-8"
             )
@@ -39,10 +65,74 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(tables_text(asked.files))
         else:
             parser.error("tables: give results files, or --write README")
-    except (OSError, ResultsError) as error:
+    except KeyboardInterrupt:
+        print("perf-lab: stopped", file=sys.stderr)
+        return 2
+    except (OSError, ValueError, MissingExtraError) as error:
         print(f"perf-lab: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+EXIT_CODES = (
+    "exit code: 0 nothing is slower; 1 something is; 2 no verdict, because something broke or the machine is"
+    " not steady; 3 nothing is slower, but something has no baseline (0 with --new-ok)"
+)
+
+
+def _add_ab(commands: Any) -> None:
+    parser = commands.add_parser(
+        "ab", help="base against the working tree, in fresh processes side by side", epilog=EXIT_CODES
+    )
+    parser.add_argument(
+        "base",
+        metavar="BASE",
+        help="a git revision; 'installed'; a Python interpreter (another torch, say);"
+        " or OP:IMPL_A=IMPL_B, one implementation against another",
+    )
+    parser.add_argument("paths", nargs="*", metavar="PATH", help="what pytest runs (default: bench)")
+    parser.add_argument("-k", metavar="EXPR", help="pytest's -k")
+    parser.add_argument("--device", action="append", default=[], help="pytest's --device")
+    parser.add_argument("--length", action="append", default=[], help="pytest's --length")
+    parser.add_argument("--pytest", default="", metavar="OPTIONS", help="more for pytest: --pytest='-x -v'")
+    parser.add_argument("--pairs", type=int, default=PAIRS, help="pairs of what moved (default: %(default)s)")
+    parser.add_argument("--max-pairs", type=int, help="pairs of what is then unclear (default: no more)")
+    parser.add_argument("--fresh", action="store_true", help="do not go on with a run that was stopped")
+    _add_output(parser)
+
+
+def _add_gate(commands: Any) -> None:
+    parser = commands.add_parser("gate", help="verdicts from saved results", epilog=EXIT_CODES)
+    parser.add_argument("files", nargs="*", type=Path, metavar="BASE HEAD", help="one file or folder a side")
+    parser.add_argument("--base", nargs="+", type=Path, default=[], help="further sessions of the base")
+    parser.add_argument("--head", nargs="+", type=Path, default=[], help="further sessions of the head")
+    parser.add_argument("--across-machines", action="store_true", help="compare files of different machines")
+    _add_output(parser)
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--new-ok", action="store_true", help="pass what has no baseline")
+    parser.add_argument("--summary", type=Path, metavar="FILE", help="append the verdicts here, in Markdown")
+
+
+def _ab(asked: argparse.Namespace, paths: Sequence[str]) -> int:
+    options = ["-k", asked.k] if asked.k else []
+    options += [f"--device={device}" for device in asked.device]
+    options += [f"--length={length}" for length in asked.length]
+    options += shlex.split(asked.pytest)
+    plan = plan_for(asked.base, paths, options, pairs=asked.pairs, max_pairs=asked.max_pairs)
+    say = functools.partial(print, file=sys.stderr, flush=True)
+    return ab(plan, say, print, fresh=asked.fresh, new_ok=asked.new_ok, to=asked.summary)
+
+
+def _gate(asked: argparse.Namespace) -> int:
+    if len(asked.files) not in (0, 2) or not (asked.files or (asked.base and asked.head)):
+        raise ValueError(
+            "gate: give BASE and HEAD, a file or folder each, or --base FILES... --head FILES..."
+        )
+    base, head = [*asked.files[:1], *asked.base], [*asked.files[1:], *asked.head]
+    across, to = asked.across_machines, asked.summary
+    return gate(base, head, print, across_machines=across, new_ok=asked.new_ok, to=to)
 
 
 def list_text() -> str:
