@@ -1,9 +1,12 @@
 """Softmax over the last axis: softmax(x)[..., j] = exp(x_j - m) / sum_k exp(x_k - m), m = max_k x_k.
 
-x        [..., C], float32, float16 or bfloat16, any strides; the result has its shape and dtype.
+x        [..., C], float32, float16, bfloat16 or float64, any strides and number of axes;
+         the result has its shape and dtype, and rows share nothing with each other.
 -inf     gives probability 0; a row of -inf alone has no answer and gives NaN, as torch.softmax does.
++inf     gives NaN in its whole row, and so does NaN, as in torch.softmax.
 empty    zero rows, or rows of zero length, give an empty result.
-sums     are accumulated in float32 whatever the dtype.
+sums     are accumulated in float32 whatever the dtype, in float64 for float64.
+forward  only: whether the result carries a gradient is left to the implementation.
 
 FLOPs        5 an element: maximum, subtraction, exponential, sum, division.
 least bytes  one read and one write of x.
@@ -50,4 +53,4 @@ softmax = Op(
     cost=cost,
     reference="eager",
 )
-softmax.load(__name__, "eager")
+softmax.load(__name__, "eager", "compiled", "triton")

@@ -1,0 +1,15 @@
+"""RMS normalization as PyTorch ships it: the reference that others are timed against."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from perf_lab.rms_norm import rms_norm
+
+
+@rms_norm.register("eager")
+def eager_rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    """RMS norm over the last axis of x [..., C] with weight [C], fused where both have one dtype."""
+    if weight.dtype == x.dtype:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return F.rms_norm(x.to(torch.float32), weight.shape, weight, eps).to(x.dtype)
