@@ -52,8 +52,8 @@ class Implementation:
     `fn` is a function, or for a stateful op a class. `devices` and `dtypes`
     are where it is held to the contract. `interpreted`: a Triton kernel, which
     runs on the CPU too, under Triton's interpreter (checked there, never timed).
-    `known_failures` maps a test's name to the reason why it fails; such tests
-    are strict xfails, so that a repaired fault is noticed.
+    `known_failures` maps a test's name, or name[device], to the reason why it fails;
+    such tests are strict xfails, so that a repaired fault is noticed.
     """
 
     op: "Op"
@@ -101,7 +101,7 @@ class Implementation:
         return (*(("cpu",) if self.interpreted else ()), *self.devices)
 
 
-@dataclass
+@dataclass(repr=False)
 class Op:
     """A contract with its implementations.
 
@@ -128,6 +128,9 @@ class Op:
     reference: str = ""
     implementations: dict[str, Implementation] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"<op {self.name}>"
 
     def __post_init__(self) -> None:
         if self.name in OPS:

@@ -198,18 +198,21 @@ def _selected(op: Op) -> Iterable[Implementation]:
 
 
 def _params(impl: Implementation, test: str, dtypes: bool) -> Iterable[Any]:
-    marks = []
-    if test in impl.known_failures:
-        marks.append(pytest.mark.xfail(reason=impl.known_failures[test], strict=True))
     for device in devices(*impl.candidates):
         why_not = impl.why_not(device)
-        here = marks if why_not is None else _skip(why_not)
+        here = _expected(impl, test, device) if why_not is None else _skip(why_not)
         if not dtypes:
             yield pytest.param(device, impl, id=f"{device}-{impl.name}", marks=here)
             continue
         for dtype in impl.dtypes:
             name = f"{device}-{impl.name}-{dtype_name(dtype)}"
             yield pytest.param(device, impl, dtype, id=name, marks=here)
+
+
+def _expected(impl: Implementation, test: str, device: str) -> list[pytest.MarkDecorator]:
+    known = impl.known_failures
+    reason = known.get(f"{test}[{device}]", known.get(test))
+    return [pytest.mark.xfail(reason=reason, strict=True)] if reason else []
 
 
 def timed(op: Op) -> Callable[[Any], Any]:

@@ -110,7 +110,7 @@ class Bench:
             warm_up()
         timer = device_timer(calls, device)
         self._feed(timer)
-        self._check(impl, timer.result, copies[-1], fixed, call)
+        self._check(impl, timer.results[-1], copies[-1], fixed, call)
         self._record(
             impl.name,
             impl.op.reference,
@@ -155,7 +155,7 @@ class Bench:
             verify(work())
         timer = WallTimer([work], device)
         self._feed(timer, rounds, estimate)
-        self._guard(lambda: verify(timer.result))
+        self._guard(lambda: verify(timer.results[-1]))
         peak = {} if (estimate or 0) > ONE_ROUND_ABOVE_S else {"peak_bytes": peak_bytes(work, device)}
         info = {"method": timer.method, "cache": "warm", **peak, **(info or {})}
         self._record(str(self._benchmark.params["impl"]), reference, device, dtype, cost, info)

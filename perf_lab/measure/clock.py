@@ -16,7 +16,7 @@ first time stamp.
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -66,7 +66,10 @@ def synchronize(device: str) -> None:
 
 @dataclass
 class WallTimer:
-    """Host clock around `calls`, the device synchronized on both sides."""
+    """Host clock around `calls`, the device synchronized on both sides.
+
+    Each call's last result is kept, so that no call writes into memory that is still warm from another's.
+    """
 
     calls: Sequence[Callable[[], Any]]
     device: str
@@ -74,34 +77,36 @@ class WallTimer:
     now: Callable[[], float] = time.perf_counter
     wait: Callable[[str], None] = synchronize
     method: str = "wall"
-    result: Any = None
+    results: list[Any] = field(default_factory=list)
 
     def round(self) -> float:
-        """Seconds per call; keeps the last result."""
+        """Seconds per call."""
+        results = self.results = self.results or [None] * len(self.calls)
         self.wait(self.device)
         start = self.now()
         for _ in range(self.repeat):
-            for call in self.calls:
-                self.result = call()
+            for index, call in enumerate(self.calls):
+                results[index] = call()
         self.wait(self.device)
         return (self.now() - start) / (self.repeat * len(self.calls))
 
 
 @dataclass
 class EventTimer:
-    """CUDA events around `calls`, on the current stream."""
+    """CUDA events around `calls`, on the current stream. Results are kept as by `WallTimer`."""
 
     calls: Sequence[Callable[[], Any]]
     event: Callable[[], Any] = lambda: torch.cuda.Event(enable_timing=True)
     method: str = "events"
-    result: Any = None
+    results: list[Any] = field(default_factory=list)
 
     def round(self) -> float:
-        """Seconds per call; keeps the last result."""
+        """Seconds per call."""
+        results = self.results = self.results or [None] * len(self.calls)
         start, end = self.event(), self.event()
         start.record()
-        for call in self.calls:
-            self.result = call()
+        for index, call in enumerate(self.calls):
+            results[index] = call()
         end.record()
         end.synchronize()
         return start.elapsed_time(end) / 1e3 / len(self.calls)
@@ -127,11 +132,6 @@ class GraphTimer:
             self.results = [call() for call in calls]
         self.count = len(calls)
         self._events = EventTimer([self.graph.replay])
-
-    @property
-    def result(self) -> Any:
-        """The last call's result, as the last replay left it."""
-        return self.results[-1]
 
     def round(self) -> float:
         """Seconds per call."""

@@ -15,7 +15,7 @@ import pytest
 from perf_lab import machine
 from perf_lab.measure import results
 from perf_lab.measure.bench import Bench, Record
-from perf_lab.measure.ceilings import ceilings
+from perf_lab.measure.ceilings import ceilings, share
 from perf_lab.measure.clock import elapsed
 from perf_lab.measure.tables import text_tables
 from perf_lab.pytest_plugin import devices
@@ -101,13 +101,8 @@ def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Ite
 
 
 def _measured(device: str) -> str:
-    import torch
-
-    of = ceilings(device)
-    of.measure_bandwidth()
-    for dtype in (torch.float32, torch.bfloat16):
-        of.rate(dtype)
-    return str(of)
+    ceilings(device).measure()
+    return str(ceilings(device))
 
 
 @pytest.fixture
@@ -192,4 +187,5 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     """A run that came to its end has saved under its own name."""
     state = config.stash.get(_state, None)
     if state:
+        share(machine.devices())
         state.unfinished.unlink(missing_ok=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from perf_lab.measure import results
+from perf_lab.measure.ceilings import VARIABLE
 from perf_lab.measure.results import ResultsError
 
 KINDS = BASE, CONTROL, HEAD = "base", "ctrl", "head"  # of one length: a path's length can cost time
@@ -229,7 +230,8 @@ class Workshop:
         """The environment of a session: its worktree's code comes before any other."""
         own = [] if self.plan.variant(kind).installed else [str(self.cwd(kind))]
         paths = [*own, *filter(None, [os.environ.get("PYTHONPATH")])]
-        return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+        shared = {VARIABLE: str(self.home / "ceilings.json")}  # a session starts from what others showed
+        return {**os.environ, **shared, "PYTHONPATH": os.pathsep.join(paths)}
 
     def command(self, kind: str, names: Sequence[str], into: Path) -> list[str]:
         """The pytest call of a session that runs these benchmarks, or all without names."""

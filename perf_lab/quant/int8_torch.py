@@ -27,7 +27,9 @@ class TorchInt8:
         """Store w; TypeError or ValueError for what is no finite float weight."""
         check_weight(w)
         rows = w.detach().float().contiguous()  # [..., C]
-        scales = (_absmax(rows) / 127).clamp(SMALLEST_SCALE, LARGEST_SCALE)  # [..., 1]
+        largest = _absmax(rows)
+        steps = torch.full_like(largest, 127)  # a tensor: CUDA divides by a number through its reciprocal
+        scales = (largest / steps).clamp(SMALLEST_SCALE, LARGEST_SCALE)  # [..., 1]
         codes = (rows / scales).round_().clamp_(-127, 127).to(torch.int8)
         return Quantized(codes, scales, self.layout, tuple(w.shape), w.dtype)
 
