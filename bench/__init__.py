@@ -1,0 +1,1 @@
+"""The measurements: one file an optimization, its name with _speed."""

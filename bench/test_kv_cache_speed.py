@@ -4,7 +4,9 @@ Without it each step computes the whole sequence again; with it, one token, but 
 GPU may wait for its launches: the table shows from which length on the cache wins, and by how much.
 """
 
+import copy
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +14,12 @@ from torch import Tensor
 
 from perf_lab.generate import generate
 from perf_lab.model import ModelConfig, Transformer, cost
+from perf_lab.model.smollm2 import load_smollm2, why_missing
 from perf_lab.op import Cost
 from perf_lab.pytest_plugin import lengths, on_devices
 
 NEW = 128  # tokens
+REAL_NEW, REAL_PARAMETERS = 16, 135e6
 CONFIG = ModelConfig(vocab_size=4096, layers=8, width=512, heads=16)
 
 EFFICIENCY = 0.75  # of the matrix product's rate, for the whole model: what estimates assume
@@ -48,6 +52,27 @@ def test_generate_speed(bench, device, impl, length):
     )
 
 
+@pytest.mark.real_model
+@pytest.mark.skipif(why_missing() is not None, reason=str(why_missing()))
+@on_devices()
+@pytest.mark.parametrize("impl", ["uncached", "cached"])
+@lengths(128, 256)
+def test_smollm2_generate_speed(bench, device, impl, length):
+    """The same with the weights of SmolLM2-135M-Instruct, computed by transformers; REAL_NEW tokens."""
+    model, prompt = smollm2(device), random_prompt(length, device)
+    cached = impl == "cached"
+    flops = 2 * REAL_PARAMETERS * (length + REAL_NEW if cached else REAL_NEW * (length + REAL_NEW / 2))
+    read = REAL_NEW * 4 * REAL_PARAMETERS / bench.bandwidth(device)  # bytes of float32 weights
+    bench.run(
+        lambda: generate(model, prompt, REAL_NEW, cache=cached),
+        device=device,
+        verify=lambda result: verify(model, prompt, result, REAL_NEW),
+        reference="uncached",
+        estimate=flops / (EFFICIENCY * bench.rate(device, torch.float32)) + read,
+        info={"tokens": REAL_NEW},
+    )
+
+
 @torch.no_grad()
 def verify(model: Transformer, prompt: Tensor, result: Tensor, new: int) -> None:
     """Each new token is the largest of its logits, as one pass over the whole result gives them."""
@@ -73,6 +98,14 @@ def whole_cost(length: int, cached: bool) -> Cost:
 def cache_bytes(length: int) -> int:
     """Bytes of keys and values of a prompt and the new tokens that are given to the model."""
     return Transformer(CONFIG, device="meta").new_cache(1, length + NEW - 1).nbytes
+
+
+@functools.cache
+def smollm2(device: str) -> Any:
+    """SmolLM2 behind the lab's decoder interface."""
+    from perf_lab.model.hugging_face import HuggingFaceDecoder
+
+    return HuggingFaceDecoder(copy.deepcopy(load_smollm2()[0]).to(device))
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from perf_lab.attention import DTYPES, attention
 
+ALIGNMENT = 16  # bytes, of the CUDA kernels' loads
 GRID = 65535  # the most blocks that a CUDA grid takes on the axes where the kernels put B and H
 
 
@@ -110,8 +111,9 @@ def _fused(
     if grouped and bias is not None and q.is_cuda:  # no CUDA kernel that takes a mask takes grouped heads
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         grouped = False
-    # a strided last axis would make torch fall back on O(Tq * Tk) memory
-    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+    q, k, v = (_laid_out(x) for x in (q, k, v))
+    if bias is not None and bias.is_cuda and not (bias.is_contiguous() and bias.data_ptr() % ALIGNMENT == 0):
+        bias = bias.clone(memory_format=torch.contiguous_format)
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=bias, is_causal=is_causal, scale=scale, enable_gqa=grouped
     )
@@ -119,6 +121,18 @@ def _fused(
         return out
     shown = bias if bias.dtype is torch.bool else bias > -torch.inf
     return out.masked_fill(~shown.any(3, keepdim=True), 0)
+
+
+def _laid_out(x: Tensor) -> Tensor:
+    """The tensor, or a copy: a strided last axis would make torch fall back on O(Tq * Tk) memory, and on a
+    GPU its memory-efficient kernel reads 16 bytes at a time wherever a view begins: a misaligned address.
+    """
+    aligned = x.stride(3) == 1
+    if x.is_cuda:
+        steps = (stride for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True) if size > 1)
+        bytes_of_steps = (step * x.element_size() % ALIGNMENT for step in steps)
+        aligned = aligned and x.data_ptr() % ALIGNMENT == 0 and not any(bytes_of_steps)
+    return x if aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 def _halve(x: Tensor, axis: int, kv_size: int) -> tuple[Tensor, ...]:

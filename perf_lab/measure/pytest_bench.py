@@ -124,6 +124,7 @@ def bench(request: pytest.FixtureRequest, benchmark: Any) -> Iterator[Bench]:
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """A line for each benchmark as it ends, with what is left."""
     report = yield
+    report.perf_lab_line = "bench" in getattr(item, "fixturenames", ())  # type: ignore[attr-defined]
     if report.when == "call" and _is_timed(item):
         state = item.config.stash[_state]
         state.done += 1
@@ -131,13 +132,13 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
         if reporter and reporter.verbosity >= 0:
             reporter.ensure_newline()
             reporter.write_line(_progress(state, item, report))
-            report.perf_lab_line = True  # type: ignore[attr-defined]
     return report
 
 
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
     """No dots between the lines of benchmarks."""
-    if getattr(report, "perf_lab_line", False) and report.outcome != "failed":
+    ended = report.when == "call" or report.skipped
+    if getattr(report, "perf_lab_line", False) and ended and not report.failed:
         return report.outcome, "", ""
     return None
 
