@@ -52,7 +52,7 @@ class Implementation:
     `fn` is a function, or for a stateful op a class. `devices` and `dtypes`
     are where it is held to the contract. `interpreted`: a Triton kernel, which
     runs on the CPU too, under Triton's interpreter (checked there, never timed).
-    `known_failures` maps a test's name, or name[device], to the reason why it fails;
+    `known_failures` maps a test's name, name[device] or name[device-dtype] to the reason why it fails;
     such tests are strict xfails, so that a repaired fault is noticed.
     """
 

@@ -11,6 +11,7 @@ from typing import Any
 import hypothesis
 import hypothesis.stateful
 import pytest
+import torch
 
 from perf_lab import machine
 from perf_lab.op import OPS, Implementation, Op, load_all, outside
@@ -114,8 +115,6 @@ def _set_profile() -> None:
 
 def pytest_report_header() -> list[str]:
     """The machine and the profile, on top of every run."""
-    import torch
-
     names = ", ".join(f"{device} ({machine.device_name(device)})" for device in machine.devices())
     how = "interpreted" if machine.interpreting() else "compiled"
     return [
@@ -200,18 +199,25 @@ def _selected(op: Op) -> Iterable[Implementation]:
 def _params(impl: Implementation, test: str, dtypes: bool) -> Iterable[Any]:
     for device in devices(*impl.candidates):
         why_not = impl.why_not(device)
-        here = _expected(impl, test, device) if why_not is None else _skip(why_not)
         if not dtypes:
-            yield pytest.param(device, impl, id=f"{device}-{impl.name}", marks=here)
+            marks = _skip(why_not) if why_not else _expected(impl, test, device)
+            yield pytest.param(device, impl, id=f"{device}-{impl.name}", marks=marks)
             continue
         for dtype in impl.dtypes:
             name = f"{device}-{impl.name}-{dtype_name(dtype)}"
-            yield pytest.param(device, impl, dtype, id=name, marks=here)
+            no_dtype = "mps has no float64" if (device, dtype) == ("mps", torch.float64) else None
+            reason = why_not or no_dtype
+            marks = _skip(reason) if reason else _expected(impl, test, device, dtype)
+            yield pytest.param(device, impl, dtype, id=name, marks=marks)
 
 
-def _expected(impl: Implementation, test: str, device: str) -> list[pytest.MarkDecorator]:
-    known = impl.known_failures
-    reason = known.get(f"{test}[{device}]", known.get(test))
+def _expected(
+    impl: Implementation, test: str, device: str, dtype: torch.dtype | None = None
+) -> list[pytest.MarkDecorator]:
+    """A strict xfail where the implementation declares that this test fails there."""
+    cases = [f"[{device}-{dtype_name(dtype)}]"] if dtype else []
+    known = (impl.known_failures.get(test + case) for case in (*cases, f"[{device}]", ""))
+    reason = next(filter(None, known), None)
     return [pytest.mark.xfail(reason=reason, strict=True)] if reason else []
 
 

@@ -16,15 +16,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from perf_lab import machine
 from perf_lab.measure import results
 from perf_lab.measure.bench import COLD, MOST_COPIES, CeilingError, Record, add_cost, add_ratios, copies_for
-from perf_lab.measure.ceilings import Ceilings, cache_bytes
+from perf_lab.measure.ceilings import VARIABLE, Ceilings, cache_bytes, ceilings, share
 from perf_lab.measure.clock import EventTimer, WallTimer
 from perf_lab.measure.memory import peak_bytes
 from perf_lab.measure.tables import markdown_tables, rows_of
 from perf_lab.op import Cost
 
 ROOT = Path(__file__).parents[1]
+RATES = {"float32": 1e18, "bfloat16": 1e18}  # FLOP/s, as far above any machine as the bandwidth
 
 
 class FakeDevice:
@@ -133,6 +135,17 @@ def test_ceilings_are_measured_again_before_that_is_believed():
     assert measured.info["fraction_of_ceiling"] == pytest.approx(0.5)
 
 
+def test_a_ceiling_that_moves_allows_what_it_moves_and_no_more():
+    of = fixed_ceilings(1e9, 1e12)
+    of.seen = {"read": [0.8e9, 1e9]}  # as far as WIDEST
+    add_cost(record("eager", 0.9), Cost(1, 10**9), torch.float32, of)
+    with pytest.raises(CeilingError):
+        add_cost(record("eager", 0.7), Cost(1, 10**9), torch.float32, of)
+    of.seen = {"read": [0.1e9, 1e9]}
+    with pytest.raises(CeilingError):
+        add_cost(record("eager", 0.7), Cost(1, 10**9), torch.float32, of)
+
+
 def test_ratio_is_against_the_reference_of_the_same_key():
     records = [record("triton", 1.0), record("eager", 3.0), record("eager", 9.0, ("other",))]
     add_ratios(records, ("test",))
@@ -175,6 +188,9 @@ def session(tmp_path, monkeypatch):
     (tmp_path / "conftest.py").write_text((ROOT / "conftest.py").read_text())
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --benchmark-group-by=func,param:length\n")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    known = {"copy_bytes_per_s": 1e15, "read_bytes_per_s": 1e15, "matrix_flop_per_s": RATES}
+    (tmp_path / "ceilings.json").write_text(json.dumps(dict.fromkeys(machine.DEVICES, known)))
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "ceilings.json"))  # measuring them is not what is tested
 
     def command(body: str, *options: str) -> list[str]:
         (tmp_path / "test_session_speed.py").write_text(SESSION.format(body=body))
@@ -337,3 +353,13 @@ def test_tables_have_a_row_a_length_and_a_column_an_implementation():
     assert text[2] == "| length | eager | triton |"
     assert text[4] == "| 64 | 64 us (50%) | 64 us (2.00x, 50%) |"
     assert text[5].startswith("| 512 |")
+
+
+def test_sessions_share_the_highest_ceilings(tmp_path, monkeypatch):
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "ceilings.json"))
+    ceilings.cache_clear()
+    ceilings("cpu").copy, ceilings("cpu").read = 3e9, 2e9
+    share(["cpu"])
+    ceilings.cache_clear()
+    assert ceilings("cpu").bandwidth == 3e9
+    ceilings.cache_clear()

@@ -11,6 +11,7 @@ from perf_lab import machine
 from perf_lab.cli import END, list_text, main, renewed
 from perf_lab.measure.results import ResultsError
 from perf_lab.op import FLOATS, OPS, Implementation, Limit, LimitError, Op, outside
+from perf_lab.pytest_plugin import _params
 
 ROOT = Path(__file__).parents[1]
 
@@ -195,3 +196,16 @@ def test_results_of_a_machine_lie_in_a_folder_named_for_it():
     assert machine.slug() == machine.slug().lower()
     assert set(machine.slug()) <= set("abcdefghijklmnopqrstuvwxyz0123456789-")
     assert torch.device("cpu").type in machine.devices()
+
+
+def test_a_known_failure_is_a_strict_xfail_there_and_nowhere_else(op):
+    known = {"test_it[cpu-float16]": "rounds twice", "test_other": "never right"}
+    impl = Implementation(op, "one", abs, ("cpu",), FLOATS, known_failures=known)
+
+    def expected(test, dtypes):
+        marks = {param.id: [mark.kwargs for mark in param.marks] for param in _params(impl, test, dtypes)}
+        return {name: found[0] for name, found in marks.items() if found}
+
+    assert expected("test_it", True) == {"cpu-one-float16": {"reason": "rounds twice", "strict": True}}
+    assert expected("test_it", False) == {}
+    assert len(expected("test_other", True)) == len(FLOATS)

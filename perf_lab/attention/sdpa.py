@@ -19,7 +19,22 @@ ALIGNMENT = 16  # bytes, of the CUDA kernels' loads
 GRID = 65535  # the most blocks that a CUDA grid takes on the axes where the kernels put B and H
 
 
-@attention.register("sdpa", dtypes=DTYPES)
+LOWEST = (
+    "torch's memory-efficient CUDA kernel multiplies the mask by log2(e): the lowest number becomes -inf,"
+    " and a row of it alone gives zeros where softmax gives the mean of v"
+)
+
+
+@attention.register(
+    "sdpa",
+    dtypes=DTYPES,
+    known_failures={
+        "test_a_row_of_the_lowest_number_is_softmax_and_not_nothing[cuda-float32]": LOWEST,
+        "test_a_row_of_the_lowest_number_is_softmax_and_not_nothing[cuda-bfloat16]": LOWEST,
+        "test_memory_grows_with_the_length_not_its_square[cuda]": "no fused CUDA kernel takes grouped heads"
+        " in float32: torch holds all Tq * Tk scores",
+    },
+)
 def sdpa_attention(
     q: Tensor,
     k: Tensor,
@@ -127,11 +142,10 @@ def _laid_out(x: Tensor) -> Tensor:
     """The tensor, or a copy: a strided last axis would make torch fall back on O(Tq * Tk) memory, and on a
     GPU its memory-efficient kernel reads 16 bytes at a time wherever a view begins: a misaligned address.
     """
-    aligned = x.stride(3) == 1
+    batch, head, row, column = x.stride()
+    aligned = column == 1
     if x.is_cuda:
-        steps = (stride for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True) if size > 1)
-        bytes_of_steps = (step * x.element_size() % ALIGNMENT for step in steps)
-        aligned = aligned and x.data_ptr() % ALIGNMENT == 0 and not any(bytes_of_steps)
+        aligned = aligned and (x.data_ptr() | (batch | head | row) * x.element_size()) % ALIGNMENT == 0
     return x if aligned else x.clone(memory_format=torch.contiguous_format)
 
 

@@ -216,7 +216,7 @@ class Bench:
 
 
 def add_cost(record: Record, cost: Cost, dtype: torch.dtype, of: Ceilings) -> None:
-    """Note cost, rates and the fraction of the ceiling. Raises CeilingError above the ceiling."""
+    """Note cost, rates and the fraction of the ceiling. Raises CeilingError above the ceiling and its spread."""
     seconds = record.seconds
     fraction = of.fraction(cost, dtype, seconds)
     record.info.update(
@@ -226,10 +226,10 @@ def add_cost(record: Record, cost: Cost, dtype: torch.dtype, of: Ceilings) -> No
         tflop_per_s=cost.flops / seconds / 1e12,
         fraction_of_ceiling=fraction,
     )
-    if fraction > 1:
+    if fraction > 1 + of.spread:
         raise CeilingError(
             f"{record.benchmark.name} took {seconds:.3g} s, {fraction:.3f} of the most the machine can do"
-            f" ({of}): the measurement is wrong, or the stated cost is"
+            f" ({of}, which moved by {of.spread:.0%}): the measurement is wrong, or the stated cost is"
         )
 
 

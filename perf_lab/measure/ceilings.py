@@ -21,6 +21,7 @@ from perf_lab.strategies import dtype_name
 
 TRIES = 5
 AGAIN = 5
+WIDEST = 0.25
 
 VARIABLE = "PERF_LAB_CEILINGS"
 """Names a file in which sessions share what they measured: each starts from the highest so far."""
@@ -55,6 +56,19 @@ class Ceilings:
     copy: float = 0.0
     read: float = 0.0
     matrix: dict[str, float] = field(default_factory=dict)
+    seen: dict[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def spread(self) -> float:
+        """How far the ceilings of this session moved, highest over lowest less 1, at most WIDEST: on a
+        machine that others use they move, and a result may be above one by as much.
+        """
+        moved = [max(rates) / min(rates) - 1 for rates in self.seen.values()]
+        return min(max(moved, default=0.0), WIDEST)
+
+    def _note(self, what: str, rate: float) -> float:
+        self.seen.setdefault(what, []).append(rate)
+        return rate
 
     @property
     def bandwidth(self) -> float:
@@ -68,8 +82,10 @@ class Ceilings:
         size = max(8 * cache_bytes(self.device), 2**28) * (4 if self.device == "cuda" else 1)
         source = torch.rand(size // 4, device=self.device)
         target = torch.empty_like(source)
-        self.copy = max(self.copy, 2 * size / _best_seconds(lambda: target.copy_(source), self.device))
-        self.read = max(self.read, size / _best_seconds(source.sum, self.device))
+        copy = 2 * size / _best_seconds(lambda: target.copy_(source), self.device)
+        read = size / _best_seconds(source.sum, self.device)
+        self.copy = max(self.copy, self._note("copy", copy))
+        self.read = max(self.read, self._note("read", read))
 
     def rate(self, dtype: torch.dtype) -> float:
         """FLOP/s of a square matrix product of random numbers in this dtype, through torch."""
@@ -81,7 +97,7 @@ class Ceilings:
         """Time one matrix product; keep the rate if it is above the one known."""
         n = {"cuda": 8192, "mps": 4096, "cpu": 2048}[self.device]
         a, b = (torch.randn(n, n, device=self.device).to(dtype) for _ in range(2))
-        rate = 2 * n**3 / _best_seconds(lambda: a @ b, self.device)
+        rate = self._note(dtype_name(dtype), 2 * n**3 / _best_seconds(lambda: a @ b, self.device))
         self.matrix[dtype_name(dtype)] = max(self.matrix.get(dtype_name(dtype), 0.0), rate)
 
     def floor_seconds(self, cost: Cost, dtype: torch.dtype) -> float:
@@ -92,8 +108,8 @@ class Ceilings:
 
     def fraction(self, cost: Cost, dtype: torch.dtype, seconds: float) -> float:
         """Floor over measured time. Above 1 the ceilings are measured again, AGAIN times at the most:
-        a machine that others used may have shown less than it can. A value that stays above 1 says
-        that the measurement of `seconds` is wrong.
+        a machine that others used may have shown less than it can. A value that stays above
+        1 + spread says that the measurement of `seconds` is wrong.
         """
         for _ in range(AGAIN):
             if self.floor_seconds(cost, dtype) <= seconds:
