@@ -216,7 +216,7 @@ class Bench:
 
 
 def add_cost(record: Record, cost: Cost, dtype: torch.dtype, of: Ceilings) -> None:
-    """Note cost, rates and the fraction of the ceiling. Raises CeilingError above the ceiling and its spread."""
+    """Note cost, rates and the fraction of the ceiling. Raises CeilingError above that and its spread."""
     seconds = record.seconds
     fraction = of.fraction(cost, dtype, seconds)
     record.info.update(
