@@ -1,66 +1,14 @@
-"""Softmax by torch.compile.
-
-How many kernels are compiled is bounded. A call of OWN_KERNEL elements or more
-gets one for its very shape, as torch.compile makes by default: a benchmark then
-compares with the best that it can do (with sizes unknown, the CPU kernel takes
-twice as long, and on a GPU loads of 16 bytes cannot be proven aligned). All
-smaller calls of one dtype share one kernel that takes any sizes, 0 and 1 included.
-
-`fullgraph` makes dynamo raise when it would compile a function for the ninth
-time, where it otherwise runs it uncompiled from then on without a word.
-"""
-
-import functools
-import os
-import shutil
-import sys
-import sysconfig
-import types
-from collections.abc import Callable
-from pathlib import Path
+"""Softmax by torch.compile; perf_lab.compiling says how many kernels that makes, and which."""
 
 import torch
 from torch import Tensor
 
-from perf_lab.op import Limit
+from perf_lab.compiling import LIMITS, OWN_KERNEL, as_rows, kernel
 from perf_lab.softmax import softmax
-
-OWN_KERNEL = 2**18  # elements; below, a call takes microseconds whatever the kernel
-MOST_KERNELS = 64  # the ones used last are kept
-LONGEST_ON_CPU = 16384  # columns
 
 
 def _softmax(x: Tensor) -> Tensor:
     return torch.softmax(x, -1)  # [R, C]
-
-
-@functools.lru_cache(maxsize=MOST_KERNELS)
-def _kernel(device: torch.device, dtype: torch.dtype, shape: tuple[int, int] | None) -> Callable[..., Tensor]:
-    """The compiled function of one shape, or (None) of all. Its code object is its own, because
-    dynamo counts and limits compilations by code object.
-    """
-    fresh = types.FunctionType(_softmax.__code__.replace(), _softmax.__globals__)
-    return torch.compile(fresh, fullgraph=True, dynamic=False if shape else None)
-
-
-@functools.cache
-def _no_compiler() -> bool:
-    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-    headers = Path(sysconfig.get_path("include"), "Python.h")
-    return not (shutil.which(compiler) and headers.exists())
-
-
-LIMITS = (
-    Limit(
-        "on cpu, torch.compile needs a C++ compiler and Python's C headers, which are not here",
-        lambda x: x.device.type == "cpu" and _no_compiler(),
-    ),
-    Limit(
-        "on cpu, torch.compile's kernel adds the terms of a row one after the other in each vector lane: "
-        f"past {LONGEST_ON_CPU} columns of float32 its error leaves the gate (5 times that at 262144)",
-        lambda x: x.device.type == "cpu" and x.dtype is torch.float32 and x.shape[-1] > LONGEST_ON_CPU,
-    ),
-)
 
 
 @softmax.register("compiled", devices=("cpu", "cuda"), limits=LIMITS)
@@ -69,10 +17,7 @@ def compiled_softmax(x: Tensor) -> Tensor:
     """Softmax over the last axis of x [..., C]; strided rows are copied first."""
     if x.numel() == 0:
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rows, columns = x.numel() // x.shape[-1], x.shape[-1]
-    flat = x.contiguous()
-    flat = flat.as_strided((rows, columns), (columns, 1)).data  # [R, C]; no view: dynamo would guard its base
+    shape = (x.numel() // x.shape[-1], x.shape[-1])
     own = x.numel() >= OWN_KERNEL
-    if not own:
-        torch._dynamo.decorators.mark_unbacked(flat, [0, 1])
-    return _kernel(x.device, x.dtype, (rows, columns) if own else None)(flat).view(x.shape)
+    rows = as_rows(x, *shape, static=own)
+    return kernel(_softmax, own, x.device, x.dtype, shape if own else None)(rows).view(x.shape)
