@@ -303,7 +303,7 @@ def test_one_implementation_against_another(repository, capsys):
 
 def test_one_interpreter_against_another(repository, capsys):
     assert main(["ab", sys.executable, "--pairs", "1", "-k", "1-quick"]) == 0
-    assert re.search(r"test_nap_speed\[1-quick\] .* 2 / 1 ", capsys.readouterr().out)
+    assert re.search(r"test_nap_speed\[1-quick\] .* 2 / 1\b", capsys.readouterr().out)
 
 
 def test_a_run_of_nothing_has_no_verdict(repository, capsys):
