@@ -230,7 +230,7 @@ class Workshop:
         """The environment of a session: its worktree's code comes before any other."""
         own = [] if self.plan.variant(kind).installed else [str(self.cwd(kind))]
         paths = [*own, *filter(None, [os.environ.get("PYTHONPATH")])]
-        shared = {VARIABLE: str(self.home / "ceilings.json")}  # a session starts from what others showed
+        shared = {VARIABLE: str(self.home.resolve() / "ceilings.json")}  # so that sessions share them
         return {**os.environ, **shared, "PYTHONPATH": os.pathsep.join(paths)}
 
     def command(self, kind: str, names: Sequence[str], into: Path) -> list[str]:
