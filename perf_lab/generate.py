@@ -16,6 +16,10 @@ lengths      [B], for prompts of unequal length: row b's prompt is the last leng
 generator    one uniform number a token and row is drawn from it before the first step, on its own device:
              the same seed gives the same numbers everywhere, and eos does not change what is drawn.
 
+graph        None: after the prompt the decode step runs from a CUDA graph (perf_lab.decode), where device,
+             model and cache can; False: it never does; True: the same step wherever model and cache can,
+             recorded on a CUDA device and run as it is elsewhere.
+
 The model is given T + n - 1 tokens at most, so that must fit in its max_length and the cache's capacity.
 """
 
@@ -26,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from perf_lab.decode import Decode, can_step
 from perf_lab.op import Op
 
 GREEDY_BELOW = torch.finfo(torch.float32).tiny
@@ -35,7 +40,6 @@ Down to it, a sample is a sample; below, it is its limit."""
 generation = Op("generate", reference="loop")
 
 
-@generation.register("loop")
 @torch.no_grad()
 def generate(
     model: Any,
@@ -48,6 +52,7 @@ def generate(
     generator: torch.Generator | None = None,
     eos: int | None = None,
     lengths: Sequence[int] | Tensor | None = None,
+    graph: bool | None = None,
 ) -> Tensor:
     """The prompt [B, T] and up to max_new_tokens more; the module's docstring is the contract.
 
@@ -60,16 +65,38 @@ def generate(
     choose = chooser(batch, max_new_tokens, temperature, top_k, generator, prompt.device)
     tokens = torch.cat((prompt, prompt.new_empty(batch, max_new_tokens)), 1)  # [B, T + max_new_tokens]
     ended = torch.zeros(batch, dtype=torch.bool, device=prompt.device)
+    wanted = prompt.is_cuda if graph is None else graph
+    decode: Decode | None = None
     for at in range(given, end):
-        known = 0 if kv is None else kv.length
-        logits = model(tokens[:, known:at], kv, pads=pads, last_only=True)[:, -1]  # [B, V]
-        tokens[:, at] = choose(at - given, logits)
-        if eos is not None:
-            tokens[:, at].masked_fill_(ended, eos)
-            ended |= tokens[:, at] == eos
-            if bool(ended.all()):
-                return tokens[:, : at + 1]
+        if decode is not None:
+            decode()
+        else:
+            known = 0 if kv is None else kv.length
+            logits = model(tokens[:, known:at], kv, pads=pads, last_only=True)[:, -1]  # [B, V]
+            tokens[:, at] = choose(at - given, logits)
+            if eos is not None:
+                tokens[:, at].masked_fill_(ended, eos)
+                ended |= tokens[:, at] == eos
+            if wanted and can_step(model, kv):
+                decode = Decode(model, kv, tokens, choose, step=1, pads=pads, eos=eos, ended=ended)
+        if eos is not None and bool(ended.all()):
+            tokens = tokens[:, : at + 1]
+            break
+    if decode is not None:
+        decode.keep()
     return tokens
+
+
+@generation.register("loop")
+def generate_by_loop(model: Any, prompt: Tensor, max_new_tokens: int, **how: Any) -> Tensor:
+    """Each step a forward of its own, launched by the host."""
+    return generate(model, prompt, max_new_tokens, **{"graph": False, **how})
+
+
+@generation.register("graph")
+def generate_by_graph(model: Any, prompt: Tensor, max_new_tokens: int, **how: Any) -> Tensor:
+    """The steps after the first by `perf_lab.decode`, where there is a cache."""
+    return generate(model, prompt, max_new_tokens, **{"graph": True, **how})
 
 
 def chooser(
@@ -79,13 +106,20 @@ def chooser(
     top_k: int | None,
     generator: torch.Generator | None,
     device: torch.device,
-) -> Callable[[int, Tensor], Tensor]:
-    """The function (step, logits [B, V]) -> tokens [B] that chooses as these arguments of `generate` say."""
+) -> Callable[[int | Tensor, Tensor], Tensor]:
+    """The function (step, logits [B, V]) -> tokens [B] that chooses as these arguments of `generate` say.
+    The step is a number, or a tensor [1] that the host need not know.
+    """
     if temperature < GREEDY_BELOW:
         return lambda step, logits: logits.argmax(-1)
     source = generator.device if generator is not None else "cpu"
     uniform = torch.rand(steps, batch, 1, generator=generator, device=source).to(device)
-    return lambda step, logits: pick(probabilities(logits, temperature, top_k), uniform[step])
+
+    def choose(step: int | Tensor, logits: Tensor) -> Tensor:
+        drawn = uniform[step] if isinstance(step, int) else uniform.index_select(0, step)[0]  # [B, 1]
+        return pick(probabilities(logits, temperature, top_k), drawn)
+
+    return choose
 
 
 def law(logits: Tensor, temperature: float, top_k: int | None = None) -> Tensor:

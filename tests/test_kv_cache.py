@@ -82,6 +82,26 @@ def test_append_gives_views_of_one_memory(device, impl, chunks):
 
 
 @implementations(kv_cache)
+@given(held=st.integers(0, 3), new_tokens=st.integers(1, 3), seed=st.integers(0, 99))
+def test_slots_written_by_the_device_are_as_appended(device, impl, held, new_tokens, seed):
+    cache = new(impl, device, **SMALL)
+    rows = [[append(cache, layer, held, device, seed=layer)] for layer in range(cache.layers)]
+    cache.commit(held)
+    for layer in range(cache.layers):
+        at = torch.arange(held, held + new_tokens, device=device)
+        k_new, v_new = tokens(cache, new_tokens, device, seed=seed + layer)
+        keys, values = cache.write(layer, k_new, v_new, at)
+        assert keys.shape == (cache.batch, cache.kv_heads, cache.capacity, cache.head_dim)
+        rows[layer].append((k_new, v_new))
+        k, v = joined(rows[layer])
+        end = held + new_tokens
+        assert torch.equal(keys[:, :, :end], k) and torch.equal(values[:, :, :end], v)
+    assert cache.length == held, "what was written counts before advance"
+    cache.advance(new_tokens)
+    assert same_contents(cache, [joined(parts) for parts in rows])
+
+
+@implementations(kv_cache)
 @given(length=st.integers(1, 200), chunk=st.integers(0, 3))
 def test_appending_costs_the_same_at_every_length(device, impl, length, chunk):
     cache = new(impl, device, **{**SMALL, "layers": 1, "capacity": length + chunk})
@@ -362,6 +382,10 @@ def _refused_append(count: int = 1, layer: Any = 0, **changed: int) -> Callable[
     return lambda cache, device: cache.append(layer, *tokens(cache, count, device, **changed))
 
 
+def _refused_write(at: Tensor) -> Callable[[Any, str], Any]:
+    return lambda cache, device: cache.write(0, *tokens(cache, 2, device, seed=99), at.to(device))
+
+
 def _refused_value(change: Callable[[Tensor], Any]) -> Callable[[Any, str], Any]:
     """A right k of other numbers, and a v that does not fit."""
 
@@ -405,4 +429,8 @@ REFUSED: dict[str, Callable[[Any, str], Any]] = {
     "truncate to a longer length": lambda cache, device: cache.truncate(3),
     "rollback of a negative n": lambda cache, device: cache.rollback(-1),
     "rollback of more than there is": lambda cache, device: cache.rollback(3),
+    "advance of a negative n": lambda cache, device: cache.advance(-1),
+    "advance past the capacity": lambda cache, device: cache.advance(5),
+    "write to slots of another number": _refused_write(torch.tensor([2, 3, 4])),
+    "write to slots of no int64": _refused_write(torch.tensor([2.0, 3.0])),
 }

@@ -17,6 +17,12 @@ truncate(length)     keeps the first `length` committed tokens, drops the others
 rollback(n)          drops the last n committed tokens, and the pending ones.
 reset()              truncate(0).
 
+A caller that keeps the length on the device (a decode step in a CUDA graph) uses instead
+
+write(layer, k, v, at)  puts T tokens into the slots `at` [T] of one layer, a tensor on the device, and gives
+                     all of its memory, [B, Hkv, capacity, D]. Nothing is pending, nothing committed.
+advance(n)           commits the n slots after the committed ones, which `write` has filled in every layer.
+
 memory   2 * layers * batch * kv_heads * capacity * head_dim elements (`nbytes`), all taken at the start.
 work     O(T) an append, whatever the length: what it gives are views of the cache's own memory. A view shows
          the tokens of its append until their slots are written again (after a truncate, rollback or reset).

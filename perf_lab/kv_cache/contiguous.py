@@ -78,6 +78,32 @@ class ContiguousCache:
         self._pending[layer] = end - start
         return keys[:, :, :end], values[:, :, :end]
 
+    def write(self, layer: int, k: Tensor, v: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+        """Put k, v [B, Hkv, T, D] into the slots `at`, [T] int64 on the cache's device; gives all of the
+        layer's memory, [B, Hkv, capacity, D].
+
+        Raises as `append` does, and ValueError for `at` of another shape, dtype or device. Whether the slots
+        are free ones is the caller's to know: to look would wait for the device.
+        """
+        self._check_append(layer, k, v)
+        if at.shape != k.shape[2:3] or at.dtype != torch.int64 or at.device != self._k.device:
+            raise ValueError(
+                f"at: got {at.dtype} {tuple(at.shape)} on {at.device}, accepted is torch.int64 "
+                f"({k.shape[2]},) on {self._k.device}"
+            )
+        keys, values = self._k[layer], self._v[layer]  # [B, Hkv, capacity, D]
+        keys.index_copy_(2, at, k)
+        values.index_copy_(2, at, v)
+        return keys, values
+
+    def advance(self, n: int) -> None:
+        """Commit the n slots after the committed tokens, filled by `write` in every layer.
+
+        Raises ValueError unless 0 <= n <= capacity - length, TypeError when it is no int.
+        """
+        _check_count("n", n, 0, self.capacity - self._length, "free")
+        self._settle(self._length + n)
+
     def commit(self, n: int) -> None:
         """Make the first n pending tokens count; the other pending ones are dropped.
 

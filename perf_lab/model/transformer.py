@@ -88,16 +88,29 @@ class Transformer(nn.Module):
         start = 0 if cache is None else cache.length
         self._check(tokens, cache, positions, pads, start)
         where = self._where(start, tokens.shape[1], pads) if positions is None else positions
-        mask = None if pads is None else _visible(pads, start + tokens.shape[1])
+        mask = None if pads is None else visible(pads, start + tokens.shape[1])
+        x = self._hidden(tokens, cache, where, mask)
+        if cache is not None:
+            cache.commit(tokens.shape[1])
+        return self.head(self.norm(x[:, -1:] if last_only else x))
+
+    def step(self, tokens: Tensor, slots: Any, positions: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Logits [B, 1, V] of one token a row, [B, 1], in a form that a CUDA graph can hold: nothing is
+        checked, nothing read by the host. `slots` takes the place of the cache: its `attend(layer, q, k, v,
+        window=, mask=)` adds k and v [B, Hkv, 1, D] to what it holds, and gives the attention of q over all
+        of it. positions [1] or [B, 1]; mask as the op `attention` takes it, over what `slots` holds.
+        """
+        return self.head(self.norm(self._hidden(tokens, slots, positions, mask)))
+
+    def _hidden(self, tokens: Tensor, cache: Any, where: Where, mask: Tensor | None) -> Tensor:
+        """What the last layer gives, [B, T, W]."""
         x = self.embedding(tokens)  # [B, T, W]
         if self.position is not None:
             x = x + self.position.weight[where]
         turn = None if self.rotary is None else self.rotary(where)
         for layer in self.layers:
             x = layer(x, turn, cache, mask)
-        if cache is not None:
-            cache.commit(tokens.shape[1])
-        return self.head(self.norm(x[:, -1:] if last_only else x))
+        return x
 
     def new_cache(self, batch: int, capacity: int) -> ContiguousCache:
         """An empty cache for `batch` sequences of up to `capacity` tokens, as the weights are."""
@@ -221,10 +234,13 @@ class Attention(nn.Module):
             qk = rotate(qk, *turn)
         q, k = qk.split((h, h_kv), dim=2)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H or Hkv, T, D]
-        if cache is not None:
-            k, v = cache.append(self.index, k, v)  # [B, Hkv, length + T, D]
-        causal = new > 1 or self.window is not None  # one token sees all keys: it needs no mask
-        y = self.attend(q, k, v, causal=causal, window=self.window, mask=mask)  # [B, H, T, D]
+        if hasattr(cache, "attend"):
+            y = cache.attend(self.index, q, k, v, window=self.window, mask=mask)  # [B, H, T, D]
+        else:
+            if cache is not None:
+                k, v = cache.append(self.index, k, v)  # [B, Hkv, length + T, D]
+            causal = new > 1 or self.window is not None  # one token sees all keys: it needs no mask
+            y = self.attend(q, k, v, causal=causal, window=self.window, mask=mask)  # [B, H, T, D]
         return self.out(y.transpose(1, 2).reshape(batch, new, h * self.head_dim))
 
 
@@ -266,7 +282,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
-def _visible(pads: Tensor, slots: int) -> Tensor:
+def visible(pads: Tensor, slots: int) -> Tensor:
     """Which of the key slots each row may see, [B, 1, 1, slots]."""
     return (torch.arange(slots, device=pads.device) >= pads[:, None])[:, None, None]
 

@@ -7,6 +7,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from perf_lab.decode import Decode, Slots
 from perf_lab.generate import generate, generation, pick, probabilities, sampling
 from tests.mutants import mutant
 
@@ -17,12 +18,14 @@ GIVEN = "test_generate::test_a_cache_that_is_given_is_used_and_grows_by_what_is_
 
 
 class Through:
-    """A model seen through a change of each call's arguments or logits."""
+    """A model seen through a change of each call's arguments or logits; it has no step, which goes around."""
 
     def __init__(self, model: Any, change: Any) -> None:
         self.model, self.change = model, change
 
     def __getattr__(self, name: str) -> Any:
+        if name == "step":
+            raise AttributeError(name)
         return getattr(self.model, name)
 
     def __call__(self, tokens: Tensor, cache: Any, **how: Any) -> Tensor:
@@ -238,6 +241,105 @@ def room_for_the_last_token(model: Any, prompt: Tensor, new: int, **how: Any) ->
     if prompt.shape[1] + new > model.config.max_length:
         raise ValueError(f"max_new_tokens: got {new}, accepted are fewer")
     return generate(model, prompt, new, **how)
+
+
+class StaleLength(Slots):
+    """The length that each layer sees is that of the step before."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+        self.seen = self.at.expand(len(q))
+        return super().attend(layer, q, k, v, **how)
+
+
+class WindowForgotten(Slots):
+    """The step sees all tokens, whatever the window."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+        return super().attend(layer, q, k, v, **{**how, "window": None})
+
+
+def through_slots(fault: type[Slots]) -> Any:
+    def wrong(model: Any, prompt: Tensor, new: int, **how: Any) -> Tensor:
+        with mock.patch("perf_lab.decode.Slots", fault):
+            return generate(model, prompt, new, **{**how, "graph": True})
+
+    wrong.__name__, wrong.__doc__ = fault.__name__, fault.__doc__
+    return wrong
+
+
+stale_length = mutant(generation, killed_by="test_generate::test_greedy_tokens_have_the_largest_logits")(
+    through_slots(StaleLength)
+)
+window_forgotten = mutant(generation, killed_by="test_generate::test_a_cache_changes_no_token")(
+    through_slots(WindowForgotten)
+)
+
+
+def through_decode(**change: Any) -> Any:
+    """The step with one of its attributes or methods changed."""
+
+    def wrong(model: Any, prompt: Tensor, new: int, **how: Any) -> Tensor:
+        with mock.patch.multiple(Decode, **change):
+            return generate(model, prompt, new, **{**how, "graph": True})
+
+    return wrong
+
+
+@mutant(generation, killed_by=GIVEN)
+def steps_not_kept(model: Any, prompt: Tensor, new: int, **how: Any) -> Tensor:
+    """The cache does not learn of the tokens that the steps computed."""
+    return through_decode(keep=lambda self: None)(model, prompt, new, **how)
+
+
+@mutant(generation, killed_by=LAW)
+def one_number_for_all_steps(model: Any, prompt: Tensor, new: int, **how: Any) -> Tensor:
+    """The recorded step draws the first step's number again and again."""
+    advance = Decode._advance
+
+    def first_again(self: Decode) -> None:
+        self.step.zero_()
+        advance(self)
+
+    return through_decode(_advance=first_again)(model, prompt, new, **how)
+
+
+@mutant(generation, killed_by=PADDED)
+def steps_count_the_padding(model: Any, prompt: Tensor, new: int, **how: Any) -> Tensor:
+    """The recorded step gives every row the position of the longest; what it sees is right."""
+    advance = Decode._advance
+
+    def unpadded(self: Decode) -> None:
+        with mock.patch.object(self, "pads", None):
+            advance(self)
+
+    return through_decode(_advance=unpadded)(model, prompt, new, **how)
+
+
+@mutant(generation, killed_by=PADDED)
+def steps_see_the_padding(model: Any, prompt: Tensor, new: int, **how: Any) -> Tensor:
+    """The recorded step sees the padding; its positions are right."""
+    advance = Decode._advance
+
+    def unmasked(self: Decode) -> None:
+        with mock.patch.object(self, "mask", None):
+            advance(self)
+
+    return through_decode(_advance=unmasked)(model, prompt, new, **how)
+
+
+@mutant(generation, killed_by=EOS)
+def steps_go_on_after_eos(model: Any, prompt: Tensor, new: int, **how: Any) -> Tensor:
+    """A row that ended within the recorded steps goes on."""
+    advance = Decode._advance
+
+    def endless(self: Decode) -> None:
+        ended = self.ended.clone()
+        advance(self)
+        self.tokens[:, self.slots.at] = torch.where(
+            ended[:, None], torch.zeros_like(self.tokens[:, :1]), self.tokens[:, self.slots.at]
+        )
+
+    return through_decode(_advance=endless)(model, prompt, new, **how)
 
 
 @mutant(sampling, killed_by="test_generate::test_probabilities_are_the_softmax_of_the_kept_logits")

@@ -250,3 +250,35 @@ class AnySize(ContiguousCache):
 
     def __init__(self, **sizes) -> None:
         super().__init__(**{name: size or 1 if name != "capacity" else size for name, size in sizes.items()})
+
+
+WRITTEN = "test_kv_cache::test_slots_written_by_the_device_are_as_appended"
+
+
+@mutant(kv_cache, killed_by=WRITTEN)
+class WritesOneSlotLate(ContiguousCache):
+    """write puts the tokens one slot after the one it is told."""
+
+    def write(self, layer: int, k: Tensor, v: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+        return super().write(layer, k, v, (at + 1).clamp(max=self.capacity - 1))
+
+
+@mutant(kv_cache, killed_by=WRITTEN)
+class WritesAlwaysAtTheEnd(ContiguousCache):
+    """write takes the host's length for the slot, which a recorded step does not move."""
+
+    def write(self, layer: int, k: Tensor, v: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+        self.append(layer, k, v)
+        return self._k[layer], self._v[layer]
+
+    def advance(self, n: int) -> None:
+        """Commits what is pending, as if it had been appended."""
+        self.commit(max(0, n - 1))
+
+
+@mutant(kv_cache, killed_by=REFUSED)
+class AdvancesPastTheCapacity(ContiguousCache):
+    """advance does not look at the capacity."""
+
+    def advance(self, n: int) -> None:
+        self._settle(self._length + max(0, n))

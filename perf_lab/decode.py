@@ -1,0 +1,128 @@
+"""The decode step as one unit of device work: everything that changes from step to step lies on the device.
+
+Launched kernel by kernel, a step of a small model waits for the host: 16 kernels a layer at about 10 us each,
+where their work takes one. So the token, its slot and the sequence's length are tensors, a step reads and
+moves them on, and on a CUDA device it is recorded once and replayed: one launch a token.
+
+Source: CUDA C++ programming guide, CUDA graphs; torch.cuda.CUDAGraph.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perf_lab.attention import attention
+
+Choose = Callable[[int | Tensor, Tensor], Tensor]  # (step, logits [B, V]) -> tokens [B]
+
+STEPS_BEFORE_RECORDING = 1  # runs that warm up what a graph may not: libraries' workspaces, compilation
+
+
+def can_step(model: Any, cache: Any) -> bool:
+    """Whether model and cache have what a `Decode` needs."""
+    return hasattr(model, "step") and hasattr(cache, "write")
+
+
+class Decode:
+    """Steps over a preallocated cache, each computing one token of every row and choosing the next.
+
+    tokens [B, C] int64 holds the sequences; the columns up to cache.length are filled. A step gives the
+    model the column cache.length, and writes the tokens that follow into the next one; with `eos`, a row that
+    has `ended` [B] gets nothing else. Steps are counted from `step`, the number that `choose` gets first.
+    `keep` commits to the cache what was computed: until then it does not know of it.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        cache: Any,
+        tokens: Tensor,
+        choose: Choose,
+        *,
+        step: int = 0,
+        pads: Tensor | None = None,
+        eos: int | None = None,
+        ended: Tensor | None = None,
+    ) -> None:
+        self.model, self.cache, self.tokens, self.choose = model, cache, tokens, choose
+        self.pads, self.eos, self.ended = pads, eos, ended
+        like: dict[str, Any] = {"dtype": torch.int64, "device": tokens.device}
+        self.slots = Slots(cache, torch.full((1,), cache.length, **like))
+        self.step = torch.full((1,), step, **like)
+        self.mask = (
+            None if pads is None else (torch.arange(cache.capacity, **like) >= pads[:, None])[:, None, None]
+        )
+        self.done = 0
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self) -> None:
+        """One more token in every row."""
+        if self.graph is not None:
+            self.graph.replay()
+        elif self.tokens.is_cuda and self.done >= STEPS_BEFORE_RECORDING:
+            self.graph = record(self._advance)
+            self.graph.replay()
+        else:
+            self._advance()
+        self.done += 1
+
+    def keep(self) -> None:
+        """Commit the tokens computed so far to the cache."""
+        self.cache.advance(self.done)
+        self.done = 0
+
+    def _advance(self) -> None:
+        at = self.slots.at
+        now = self.tokens.index_select(1, at)  # [B, 1]
+        positions = at if self.pads is None else (at - self.pads).clamp(min=0)[:, None]
+        self.slots.seen = (at + 1).expand(len(now))
+        logits = self.model.step(now, self.slots, positions, self.mask)[:, -1]  # [B, V]
+        chosen = self.choose(self.step, logits)
+        if self.eos is not None and self.ended is not None:
+            chosen = chosen.masked_fill(self.ended, self.eos)
+            self.ended |= chosen == self.eos
+        at += 1
+        self.step += 1
+        self.tokens.index_copy_(1, at, chosen[:, None])
+
+
+class Slots:
+    """A cache whose next free slot, `at` [1], is known to the device only; it takes one token at a time."""
+
+    def __init__(self, cache: Any, at: Tensor) -> None:
+        self.cache, self.at = cache, at
+        self.seen = (at + 1).expand(cache.batch)  # keys of each row, the new one counted
+        self.attention = attention[_reading_lengths(at.device.type)].fn
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None, mask: Tensor | None
+    ) -> Tensor:
+        """Attention of q [B, H, 1, D] over the tokens held and the new one, k and v [B, Hkv, 1, D]."""
+        keys, values = self.cache.write(layer, k, v, self.at)  # [B, Hkv, capacity, D]
+        return self.attention(q, keys, values, causal=True, window=window, mask=mask, lengths=self.seen)
+
+
+def _reading_lengths(device: str) -> str:
+    """The best implementation that reads `lengths` on the device: a CPU's host and device are one."""
+    if device != "cuda":
+        return "sdpa"
+    return "split" if "split" in attention.implementations else "naive"
+
+
+def record(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """A graph of what `work` launches on the current CUDA device; it is not run. It must have run before.
+
+    torch.cuda.graph would also collect garbage and empty the allocator's cache, some 100 ms.
+    """
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            work()
+        finally:
+            graph.capture_end()
+    torch.cuda.current_stream().wait_stream(stream)
+    return graph
