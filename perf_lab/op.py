@@ -9,6 +9,7 @@ project (properties, benchmarks, `python -m perf_lab list`) reads this table.
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib import metadata
 from types import ModuleType
 from typing import Any
 
@@ -194,11 +195,34 @@ OPS: dict[str, Op] = {}
 ROOMS = ("rms_norm", "softmax", "attention", "quant", "kv_cache", "model", "generate", "speculative")
 
 
+ENTRY_POINTS = "perf_lab.implementations"
+_installed: set[metadata.EntryPoint] = set()
+
+
 def load_all() -> dict[str, Op]:
-    """Import every room, so that the table is complete; gives the table."""
+    """Import every room, and what other packages have to add, so that the table is complete; gives the table.
+
+    An installed package adds an implementation by an entry point of the group `perf_lab.implementations`: its
+    name is "op.name", its value the function or class ("softmax.mine" = "mypkg.kernels:softmax"). Raises
+    ValueError that names the entry point where that does not hold.
+    """
     for room in ROOMS:
         importlib.import_module(f"perf_lab.{room}")
+    for point in set(metadata.entry_points(group=ENTRY_POINTS)) - _installed:
+        _add_installed(point)
+        _installed.add(point)
     return OPS
+
+
+def _add_installed(point: metadata.EntryPoint) -> None:
+    op_name, _, name = point.name.partition(".")
+    where = f'entry point "{point.name}" = "{point.value}" of {ENTRY_POINTS}'
+    if op_name not in OPS or not name:
+        raise ValueError(f"{where}: accepted names are OP.NAME, with one of the ops {sorted(OPS)}")
+    try:
+        _register_outside(OPS[op_name], name, point.load())
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
 def outside(spec: str) -> Implementation:
@@ -215,14 +239,13 @@ def outside(spec: str) -> Implementation:
     table = load_all()
     if op_name not in table:
         raise ValueError(f"--impl: no op {op_name!r} in {spec!r}; there are {sorted(table)}")
-    fn = _attribute(spec, module_name, attribute)
-    declared = {
-        key: getattr(fn, key)
-        for key in ("devices", "dtypes", "interpreted", "limits", "known_failures")
-        if hasattr(fn, key)
-    }
-    table[op_name].register(target, **declared)(fn)
+    _register_outside(table[op_name], target, _attribute(spec, module_name, attribute))
     return table[op_name][target]
+
+
+def _register_outside(op: Op, name: str, fn: Any) -> None:
+    keys = ("devices", "dtypes", "interpreted", "limits", "known_failures")
+    op.register(name, **{key: getattr(fn, key) for key in keys if hasattr(fn, key)})(fn)
 
 
 def _attribute(spec: str, module_name: str, attribute: str) -> Any:

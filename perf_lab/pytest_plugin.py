@@ -62,6 +62,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Set the hypothesis profile, and fill the table and the selection before test modules are imported."""
     machine.interpret_without_gpu()
+    config.addinivalue_line("markers", "real_model: runs on the weights of SmolLM2-135M-Instruct")
     _set_profile()
     try:
         load_all()

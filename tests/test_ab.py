@@ -25,9 +25,9 @@ from perf_lab.measure.ab import Run, begin, carry_out, order
 from perf_lab.measure.gate import DEFAULT, FASTER, NO_BASELINE, SAME, SLOWER, UNCLEAR, Policy
 from perf_lab.measure.workshop import BASE, CONTROL, HEAD, KINDS, Plan, Variant, plan_for
 from perf_lab.pytest_plugin import implementations
-from tests.mutants.ab import course
 
-ROOT = Path(__file__).parents[1]
+from .checkout import IMPORTS
+from .mutants.ab import course
 
 
 def plan(pairs=8, max_pairs=None):
@@ -216,7 +216,7 @@ def repository(tmp_path, monkeypatch):
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -p pytest_benchmark.plugin\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # sessions start in a quarter of the time
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", IMPORTS)
     git("init", "--quiet", ".")
     git("add", "--all")
     git("commit", "--quiet", "--message", "one")

@@ -35,7 +35,8 @@ from perf_lab.measure.results import ResultsError
 from perf_lab.measure.sides import compare, policy_from, read
 from perf_lab.measure.verdicts import lines, markdown_table, summary
 from perf_lab.pytest_plugin import implementations
-from tests.mutants.gate import cost_gate, gate, sessions
+
+from .mutants.gate import cost_gate, gate, sessions
 
 BENCHMARKS = 20
 

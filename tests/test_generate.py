@@ -13,8 +13,9 @@ from perf_lab.model import ModelConfig, decoder, oracle
 from perf_lab.numerics import check, eps
 from perf_lab.pytest_plugin import implementations, on_devices
 from perf_lab.strategies import Input, inputs
-from tests.test_kv_cache import refuses, takes
-from tests.test_model import BARS, SMALL, build, configs, dtypes, empty_cache, ids, seeds
+
+from .test_kv_cache import refuses, takes
+from .test_model import BARS, SMALL, build, configs, dtypes, empty_cache, ids, seeds
 
 budgets = st.integers(0, 8)
 prompts = st.integers(1, 8)

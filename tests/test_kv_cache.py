@@ -69,6 +69,16 @@ def test_pending_tokens_do_not_outlive_a_cut(device, impl, cut, committed, pendi
 
 
 @implementations(kv_cache)
+@given(held=st.integers(1, 6), kept=st.integers(0, 6), cut=st.sampled_from(["truncate", "rollback"]))
+def test_a_cut_keeps_exactly_the_first_tokens(device, impl, held, kept, cut):
+    cache, kept = new(impl, device, **SMALL), min(kept, held)
+    rows = fill(cache, held, device)
+    getattr(cache, cut)(kept if cut == "truncate" else held - kept)
+    assert cache.length == kept
+    assert same_contents(cache, [first(row, kept) for row in rows])
+
+
+@implementations(kv_cache)
 @given(chunks=st.lists(st.integers(0, 3), min_size=1, max_size=5))
 def test_append_gives_views_of_one_memory(device, impl, chunks):
     cache = new(impl, device, **{**SMALL, "capacity": sum(chunks) + 1})

@@ -25,7 +25,8 @@ from perf_lab.measure.memory import peak_bytes
 from perf_lab.measure.tables import markdown_tables, rows_of
 from perf_lab.op import Cost
 
-ROOT = Path(__file__).parents[1]
+from .checkout import IMPORTS
+
 RATES = {"float32": 1e18, "bfloat16": 1e18}  # FLOP/s, as far above any machine as the bandwidth
 
 
@@ -182,12 +183,20 @@ def test_nap_speed(bench, device, impl, length):
 """
 
 
+CONFTEST = """
+from perf_lab import machine
+
+machine.interpret_without_gpu()
+pytest_plugins = ["perf_lab.pytest_plugin", "perf_lab.measure.pytest_bench"]
+"""
+
+
 @pytest.fixture
 def session(tmp_path, monkeypatch):
     """A bench session of its own: gives run(body, *options) -> CompletedProcess, in a folder beside it."""
-    (tmp_path / "conftest.py").write_text((ROOT / "conftest.py").read_text())
+    (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --benchmark-group-by=func,param:length\n")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", IMPORTS)
     known = {"copy_bytes_per_s": 1e15, "read_bytes_per_s": 1e15, "matrix_flop_per_s": RATES}
     (tmp_path / "ceilings.json").write_text(json.dumps(dict.fromkeys(machine.DEVICES, known)))
     monkeypatch.setenv(VARIABLE, str(tmp_path / "ceilings.json"))  # measuring them is not what is tested

@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from perf_lab.model import ModelConfig, cost, decoder, oracle
 from perf_lab.numerics import assert_close, poisoned
 from perf_lab.pytest_plugin import implementations, on_devices
-from tests.test_kv_cache import refuses
+
+from .test_kv_cache import refuses
 
 # The project's bars for equal logits, in units of the largest one. A logit is a sum of at most 2 * layers + 1
 # branches of at most mlp_width = 64 terms: some hundred roundings, 4e-14 and 2e-5 if all went one way.

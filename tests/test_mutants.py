@@ -10,11 +10,11 @@ from typing import Any
 import hypothesis
 import pytest
 
-import tests.mutants
-from tests.mutants import MUTANTS, Mutant
+from . import mutants
+from .mutants import MUTANTS, Mutant
 
-for module in pkgutil.iter_modules(tests.mutants.__path__):
-    importlib.import_module(f"tests.mutants.{module.name}")
+for module in pkgutil.iter_modules(mutants.__path__):
+    importlib.import_module(f"{mutants.__name__}.{module.name}")
 
 hypothesis.settings.register_profile(
     "mutants",
@@ -36,7 +36,7 @@ def test_mutant_is_killed(mutant: Mutant) -> None:
 def run_property(mutant: Mutant) -> None:
     """Run the mutant's property on it, in every dtype where the property asks for one."""
     module, _, name = mutant.killed_by.partition("::")
-    test = getattr(importlib.import_module(f"tests.{module}"), name)
+    test = getattr(importlib.import_module(f"{__package__}.{module}"), name)
     dtypes = mutant.impl.dtypes if "dtype" in inspect.signature(test).parameters else (None,)
     with searching(test):
         for dtype in dtypes:

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from pathlib import Path
+from importlib import metadata
 
 import pytest
 import torch
@@ -10,10 +10,10 @@ import torch
 from perf_lab import machine
 from perf_lab.cli import END, list_text, main, renewed
 from perf_lab.measure.results import ResultsError
-from perf_lab.op import FLOATS, OPS, Implementation, Limit, LimitError, Op, outside
+from perf_lab.op import ENTRY_POINTS, FLOATS, OPS, Implementation, Limit, LimitError, Op, load_all, outside
 from perf_lab.pytest_plugin import _params
 
-ROOT = Path(__file__).parents[1]
+from .checkout import ROOT, in_checkout
 
 
 @pytest.fixture
@@ -143,6 +143,7 @@ def suite(tmp_path, *options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@in_checkout
 def test_an_outside_function_is_held_to_every_property(tmp_path):
     tests = ("tests/test_softmax.py", "-k", "oracle and mykernels", "--device", "cpu")
     right = suite(tmp_path, "--impl", "softmax=mykernels:right", *tests)
@@ -154,6 +155,7 @@ def test_an_outside_function_is_held_to_every_property(tmp_path):
     assert "load_all()['softmax']['mykernels:wrong']" in wrong.stdout
 
 
+@in_checkout
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -187,6 +189,7 @@ def test_renewing_leaves_the_text_around_the_tables():
         renewed(f"no marker {END}", ROOT)
 
 
+@in_checkout
 def test_the_tables_in_the_readme_are_those_of_the_committed_results():
     text = (ROOT / "README.md").read_text()
     assert renewed(text, ROOT) == text, "stale: run python -m perf_lab tables --write README.md"
@@ -209,3 +212,35 @@ def test_a_known_failure_is_a_strict_xfail_there_and_nowhere_else(op):
     assert expected("test_it", True) == {"cpu-one-float16": {"reason": "rounds twice", "strict": True}}
     assert expected("test_it", False) == {}
     assert len(expected("test_other", True)) == len(FLOATS)
+
+
+def points(monkeypatch, **values):
+    found = [
+        metadata.EntryPoint(name.replace("_", ".", 1), value, ENTRY_POINTS) for name, value in values.items()
+    ]
+    monkeypatch.setattr("perf_lab.op.metadata.entry_points", lambda group: found)
+
+
+def test_an_installed_package_adds_its_implementation_once(monkeypatch):
+    points(monkeypatch, softmax_theirs="torch:softmax")
+    try:
+        assert load_all()["softmax"]["theirs"].fn is torch.softmax
+        assert load_all()["softmax"]["theirs"].fn is torch.softmax
+    finally:
+        OPS["softmax"].implementations.pop("theirs", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("softmax", "torch:softmax", "accepted names are OP.NAME"),
+        ("nothing_theirs", "torch:softmax", "accepted names are OP.NAME"),
+        ("softmax_eager", "torch:softmax", "has an implementation called 'eager' already"),
+        ("softmax_theirs", "no_such_module:softmax", "No module named 'no_such_module'"),
+        ("softmax_theirs", "torch:no_such_name", "no_such_name"),
+    ],
+)
+def test_an_entry_point_that_does_not_hold_is_named(monkeypatch, name, value, message):
+    points(monkeypatch, **{name: value})
+    with pytest.raises(ValueError, match=f'entry point "{name.replace("_", ".", 1)}".*{message}'):
+        load_all()

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from perf_lab.cli import main, renewed
 from perf_lab.measure import plots, report, runs, tables
 
-ROOT = Path(__file__).parents[1]
+from .checkout import ROOT, in_checkout
+
 LENGTHS = (128, 512, 2048, 8192)
 CPU = {"name": "epyc", "device": "cpu", "device_name": "EPYC", "bandwidth": 5e10, "matrix": {"float32": 2e11}}
 GPU = {
@@ -607,11 +608,13 @@ def test_a_browser_reads_the_number_from_the_table(tmp_path, history, page):
     assert cell(reader, "softmax, EPYC, float32", ["128"], "eager").startswith("18.5 us")
 
 
+@in_checkout
 def test_readme_shows_the_committed_results():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert renewed(readme, ROOT) == readme, "stale: python -m perf_lab tables --write README.md"
 
 
+@in_checkout
 def test_committed_pictures_show_the_committed_results():
     folder = ROOT / "bench" / "results"
     if not list(folder.glob("*.svg")):

@@ -31,8 +31,9 @@ from perf_lab.speculative import (
     speculative,
     speculative_generate,
 )
-from tests.mutants import MUTANTS
-from tests.mutants.speculative import Loop
+
+from .mutants import MUTANTS
+from .mutants.speculative import Loop
 
 VOCAB = 5  # so few that a draft is often right by chance
 MOST = 20  # new tokens

@@ -3,7 +3,8 @@
 from perf_lab.measure.ab import Course
 from perf_lab.measure.gate import Policy, Times
 from perf_lab.op import Op
-from tests.mutants import mutant
+
+from . import mutant
 
 course = Op("course")
 course.register("perf_lab", devices=("cpu",))(Course)

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from perf_lab.attention import attention
-from tests.mutants import mutant
+
+from . import mutant
 
 INF = math.inf
 ORACLE = "test_attention::test_every_case_matches_the_oracle"

@@ -27,7 +27,8 @@ from perf_lab.measure.gate import (
 )
 from perf_lab.measure.sides import Side
 from perf_lab.op import Op
-from tests.mutants import mutant
+
+from . import mutant
 
 gate = Op("gate")
 gate.register("perf_lab", devices=("cpu",))(judge)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from perf_lab.decode import Decode, Slots
 from perf_lab.generate import generate, generation, pick, probabilities, sampling
-from tests.mutants import mutant
+
+from . import mutant
 
 LAW = "test_generate::test_sampled_tokens_are_those_of_the_law"
 PADDED = "test_generate::test_a_left_padded_row_is_as_if_alone"

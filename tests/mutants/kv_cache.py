@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from perf_lab.kv_cache import ContiguousCache, kv_cache
-from tests.mutants import mutant
+
+from . import mutant
 
 LIST = "test_kv_cache::test_behaves_like_a_plain_list"
 REFUSED = "test_kv_cache::test_a_refused_call_changes_nothing"
@@ -282,3 +283,22 @@ class AdvancesPastTheCapacity(ContiguousCache):
 
     def advance(self, n: int) -> None:
         self._settle(self._length + max(0, n))
+
+
+FIRST = "test_kv_cache::test_a_cut_keeps_exactly_the_first_tokens"
+
+
+@mutant(kv_cache, killed_by=FIRST)
+class ShortTruncateDropsOneMore(ContiguousCache):
+    """truncate drops one token too many, unless it is to drop none or all."""
+
+    def truncate(self, length: int) -> None:
+        super().truncate(length - 1 if 0 < length < self.length else length)
+
+
+@mutant(kv_cache, killed_by=FIRST)
+class RollbackToTheLength(ContiguousCache):
+    """rollback(n) keeps n tokens: it is taken for truncate."""
+
+    def rollback(self, n: int) -> None:
+        super().rollback(self.length - n if 0 <= n <= self.length else n)

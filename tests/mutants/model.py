@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from perf_lab.model import ModelConfig, Transformer, decoder
-from tests.mutants import mutant
+
+from . import mutant
 
 DEFINITION = "test_model::test_logits_are_those_of_the_definition"
 CHUNKS = "test_model::test_any_split_into_chunks_gives_the_logits_of_the_whole"

@@ -16,7 +16,8 @@ from perf_lab.quant import (
     quantize_op,
     quantized_linear,
 )
-from tests.mutants import mutant
+
+from . import mutant
 
 RightInt8 = int8["torch"].fn
 RightNF4 = nf4["torch"].fn

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from perf_lab import machine
 from perf_lab.rms_norm import rms_norm
-from tests.mutants import mutant
+
+from . import mutant
 
 HALVES = (torch.float16, torch.bfloat16)
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from perf_lab import machine
 from perf_lab.softmax import softmax
-from tests.mutants import mutant
+
+from . import mutant
 
 
 def by_rows(x: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from perf_lab.speculative import Draft, ModelDraft, Result, Round, speculative
-from tests.mutants import mutant
+
+from . import mutant
 
 
 class Loop:
