@@ -20,9 +20,10 @@ The same gate holds on every machine.
 """
 
 import contextlib
+import functools
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -166,6 +167,21 @@ def check(impl: Implementation, *args: Any, device: str = "cpu", **kwargs: Any) 
         return None
     judge(impl, got, args, kwargs, call)
     return got
+
+
+def within_limits(test: Callable[..., None]) -> Callable[..., None]:
+    """For a test that calls implementations itself: an example ends where it meets a stated limit.
+    That is counted in `limits_met`, as in `check`.
+    """
+
+    @functools.wraps(test)
+    def body(*args: Any, **kwargs: Any) -> None:
+        try:
+            test(*args, **kwargs)
+        except LimitError as limit:
+            limits_met[str(limit)] += 1
+
+    return body
 
 
 def judge(

@@ -96,6 +96,10 @@ class Implementation:
             return f"{self}: on cpu only under Triton's interpreter (TRITON_INTERPRET=1)"
         return None
 
+    def slow_on(self, device: str) -> bool:
+        """Whether it runs there under Triton's interpreter only, some ms a tile: properties draw less."""
+        return device not in self.devices
+
     @property
     def candidates(self) -> tuple[str, ...]:
         """The devices it can ever run on, the interpreter's included."""
