@@ -13,6 +13,7 @@ from . import mutant
 INF = math.inf
 ORACLE = "test_attention::test_every_case_matches_the_oracle"
 SLACK = "test_attention::test_slack_never_reaches_the_output"
+SPLITS = "test_attention_kernels::test_any_number_of_splits_matches_the_oracle"
 CHUNKS = "test_attention::test_any_chunk_size_matches_the_oracle"
 
 
@@ -301,3 +302,38 @@ def mask_for_one_token(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
     """The fused kernel, but with a mask built for the one token that sees every key."""
     shown = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=shown)
+
+
+@mutant(attention, killed_by=SPLITS)
+def last_stretch_dropped(q: Tensor, k: Tensor, v: Tensor, *, splits: int = 1, **how: Any) -> Tensor:
+    """The last stretch of keys is dropped where it is shorter than the others."""
+    return attend(q, k, v, chunk=max(1, -(-k.shape[2] // splits)), drop=True, **how)
+
+
+@mutant(attention, killed_by=SPLITS)
+def merged_without_rescaling(q: Tensor, k: Tensor, v: Tensor, *, splits: int = 1, **how: Any) -> Tensor:
+    """Stretches are added as if they had one maximum."""
+    return attend(q, k, v, chunk=max(1, -(-k.shape[2] // splits)), rescale=False, rescale_sum=False, **how)
+
+
+@mutant(attention, killed_by=SPLITS)
+def fewer_splits_than_asked(q: Tensor, k: Tensor, v: Tensor, *, splits: int = 1, **how: Any) -> Tensor:
+    """Keys past the eighth stretch are left out, as where a merge takes a fixed number of them."""
+    n, most = k.shape[2], 8 * max(1, -(-k.shape[2] // splits))
+    return attend(q, k, v, rule=lambda i, j, m, *rest: sees(i, j, m, *rest) & (j < min(n, most)), **how)
+
+
+LENGTHS_OF_FIRST_CALL: dict[int, Tensor] = {}
+
+
+@mutant(attention, killed_by="test_attention_kernels::test_a_captured_call_follows_the_lengths")
+def lengths_frozen(q: Tensor, k: Tensor, v: Tensor, *, lengths: Tensor, **how: Any) -> Tensor:
+    """The lengths of the first call are kept, as when the host had read them before a capture."""
+    first = LENGTHS_OF_FIRST_CALL.setdefault(id(lengths), lengths.clone())
+    return attend(q, k, v, lengths=first, **how)
+
+
+@mutant(attention, killed_by="test_attention_kernels::test_splits_below_one_are_refused")
+def any_splits_taken(q: Tensor, k: Tensor, v: Tensor, *, splits: Any = 1, **how: Any) -> Tensor:
+    """A number of splits below 1 is taken for 1."""
+    return attend(q, k, v, **how)

@@ -1,0 +1,293 @@
+"""Flash attention forward in Triton: tiles of queries against tiles of keys, softmax online.
+
+Scores never leave the chip, so q, k, v and the result are all that moves: at
+long lengths the tensor cores are the limit. What keeps them busy here: keys
+that every query of a tile sees are scored without a mask, only the tiles at
+the edges of sight (diagonal, window, end of the keys) with one; scores are in
+units of log2, one multiplication for scale and base; heavy tiles go first; on
+Hopper the copy engine loads the tiles.
+
+Sources: Dao, FlashAttention-2, arXiv:2307.08691; Milakov and Gimelshein, arXiv:1805.02867.
+"""
+
+# ruff: noqa: ANN001, ANN201 -- a kernel has Triton's types and branches, not Python's
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from perf_lab import machine
+from perf_lab.attention import attention
+from perf_lab.attention.triton_tiles import (
+    LIMITS,
+    LOG2_E,
+    VECTOR,
+    aligned,
+    block_for,
+    capability,
+    describable,
+    described,
+    over_keys,
+    result_for,
+    rows_whole,
+)
+
+
+class Tiles(NamedTuple):
+    """How the kernel is cut: queries and keys of a tile, warps of a program, stages of its pipeline;
+    whether all heads' heaviest tiles go first, or each head's.
+    """
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+    heaviest_first: bool = False
+
+
+# By padded head dim and causal, half precision. Any cut is right; these were the fastest tried on an H200.
+HOPPER = {
+    (32, False): Tiles(64, 128, 4, 2),
+    (32, True): Tiles(128, 128, 4, 3, True),
+    (64, False): Tiles(64, 128, 4, 2),
+    (64, True): Tiles(128, 128, 4, 3, True),
+    (128, False): Tiles(128, 64, 4, 2),
+    (128, True): Tiles(64, 64, 4, 3),
+    (256, False): Tiles(64, 64, 4, 2),
+    (256, True): Tiles(64, 64, 4, 2),
+}
+POINTERS = {
+    32: Tiles(128, 64, 4, 3),
+    64: Tiles(128, 64, 4, 3),
+    128: Tiles(128, 64, 8, 2),
+    256: Tiles(64, 32, 4, 2),
+}
+FLOAT32 = {
+    32: Tiles(32, 32, 4, 1),
+    64: Tiles(32, 32, 4, 1),
+    128: Tiles(32, 32, 4, 1),
+    256: Tiles(32, 16, 4, 1),
+}
+INTERPRETED, INTERPRETED_LONG = Tiles(32, 16, 4, 1), Tiles(256, 256, 4, 1)  # short lengths have edges too
+
+
+def tiles_for(q: Tensor, keys: int, block: int, causal: bool, tma: bool) -> Tiles:
+    """The cut by dtype, number of keys, padded head dim, and what loads them."""
+    if machine.interpreting():
+        return INTERPRETED if keys <= 96 else INTERPRETED_LONG
+    if q.dtype is torch.float32:
+        return FLOAT32[block]
+    return HOPPER[block, causal] if tma else POINTERS[block]
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("q_batch", "q_head", "q_row", "k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row"),
+        *("heads", "group", "queries", "all_keys", "window", "D", "DV"),
+    ]
+)
+def flash_kernel(
+    q,
+    k,
+    v,
+    o,
+    lengths_ptr,
+    q_batch,
+    q_head,
+    q_row,
+    k_batch,
+    k_head,
+    k_row,
+    v_batch,
+    v_head,
+    v_row,
+    heads,
+    group,
+    queries,
+    all_keys,
+    window,
+    scale,
+    D,
+    DV,
+    BLOCK: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    RAGGED: tl.constexpr,
+    FULL: tl.constexpr,
+    VEC: tl.constexpr,
+    TMA: tl.constexpr,
+    HEAVIEST_FIRST: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """One tile of M queries of one head.
+
+    q, k, v, o: pointers with strides in elements (last axes contiguous, o all of it), or, TMA, descriptors.
+    scale: of the scores, times log2(e). RAGGED: lengths_ptr holds a number of keys a batch row. VEC: of
+    what strides, D and DV are multiples.
+    """
+    tile_count = tl.cdiv(queries, M)
+    program = tl.program_id(0)
+    if HEAVIEST_FIRST:
+        rows = tl.num_programs(0) // tile_count
+        tile = tile_count - 1 - program // rows  # under a causal mask the last tiles see the most
+        row = program % rows  # of B * Hq
+    else:
+        tile = tile_count - 1 - program % tile_count
+        row = program // tile_count
+    batch = row // heads
+    head = row % heads
+    kv_head = head // group
+    keys = all_keys
+    if RAGGED:
+        keys = tl.minimum(tl.load(lengths_ptr + batch).to(tl.int32), all_keys)
+    i = tile * M + tl.arange(0, M)
+    d = tl.arange(0, BLOCK)
+    if TMA:
+        q_tile = q.load([batch, head, tile * M, 0]).reshape(M, BLOCK)
+    else:
+        D = D // VEC * VEC
+        DV = DV // VEC * VEC
+        k_row = k_row // VEC * VEC
+        v_row = v_row // VEC * VEC
+        q += batch.to(tl.int64) * (q_batch // VEC * VEC) + head.to(tl.int64) * (q_head // VEC * VEC)
+        k += batch.to(tl.int64) * (k_batch // VEC * VEC) + kv_head.to(tl.int64) * (k_head // VEC * VEC)
+        v += batch.to(tl.int64) * (v_batch // VEC * VEC) + kv_head.to(tl.int64) * (v_head // VEC * VEC)
+        q_at = q + i.to(tl.int64)[:, None] * (q_row // VEC * VEC) + d[None, :]
+        q_tile = tl.load(q_at, mask=(i < queries)[:, None] & (d < D)[None, :], other=0.0)  # [M, BLOCK]
+
+    acc = tl.zeros([M, BLOCK], tl.float32)
+    total = tl.zeros([M], tl.float32)
+    top = tl.full([M], -float("inf"), tl.float32)
+    first = tile * M + keys - queries  # the last key that the tile's first query sees
+    last_seen = first + tl.arange(0, M)
+    stop = keys
+    seen_by_all = keys  # keys before this one are seen by every query, but for the window
+    if CAUSAL:
+        stop = tl.minimum(keys, first + M)
+        seen_by_all = tl.minimum(keys, first + 1)
+    stop = tl.maximum(stop, 0)
+    start = 0
+    left = 0  # keys from this one on are in every query's window
+    if WINDOW:
+        start = tl.maximum(first - window + 1, 0) // N * N
+        left = tl.cdiv(tl.maximum(first + M - window, 0), N) * N
+    right = tl.maximum(seen_by_all, 0) // N * N
+    left = tl.minimum(tl.maximum(left, start), tl.cdiv(stop, N) * N)
+    right = tl.maximum(right, left)
+    if WINDOW:
+        acc, total, top = over_keys(
+            acc, total, top, q_tile, k, v, k_row, v_row, batch, kv_head, start, left, keys, last_seen, window,
+            scale, D, DV, BLOCK, N, True, CAUSAL, WINDOW, RAGGED, FULL, TMA, UPCAST,
+        )  # fmt: skip
+    acc, total, top = over_keys(
+        acc, total, top, q_tile, k, v, k_row, v_row, batch, kv_head, left, right, keys, last_seen, window,
+        scale, D, DV, BLOCK, N, False, CAUSAL, WINDOW, RAGGED, FULL, TMA, UPCAST,
+    )  # fmt: skip
+    acc, total, top = over_keys(
+        acc, total, top, q_tile, k, v, k_row, v_row, batch, kv_head, right, stop, keys, last_seen, window,
+        scale, D, DV, BLOCK, N, True, CAUSAL, WINDOW, RAGGED, FULL, TMA, UPCAST,
+    )  # fmt: skip
+
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # who saw no key gets zeros
+    if TMA:
+        o.store([batch, head, tile * M, 0], acc.to(o.dtype).reshape(1, 1, M, BLOCK))
+    else:
+        o_at = o + (row.to(tl.int64) * queries + i)[:, None] * DV + d[None, :]
+        tl.store(o_at, acc.to(o.dtype.element_ty), mask=(i < queries)[:, None] & (d < DV)[None, :])
+
+
+def run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    lengths: Tensor | None = None,
+    cut: Tiles | None = None,
+    tma: bool | None = None,
+    **options: Any,
+) -> Tensor:
+    """The launch. cut, tma: how, chosen by shape and device by default. options: Triton's own."""
+    (B, Hq, Tq, D), (Hkv, Tk), Dv = q.shape, k.shape[1:3], v.shape[3]
+    if 0 in (B, Hq, Tq, Tk, Dv):
+        return q.new_zeros(B, Hq, Tq, Dv)
+    out = result_for(q, v)
+    q, k, v = (rows_whole(x) for x in (q, k, v))
+    block = block_for(q, v)
+    if tma is None:
+        tma = capability(q.device) >= 9 and describable(q, k, v) and aligned(out)
+    cut = cut or tiles_for(q, Tk, block, causal, tma)
+    places: tuple[Any, ...] = (q, k, v, out)
+    if tma:
+        rows = (cut.queries, cut.keys, cut.keys, cut.queries)
+        places = tuple(described(x, n, block) for x, n in zip(places, rows, strict=True))
+    vec = VECTOR // q.element_size() if aligned(q, k, v, out) else 1
+    with torch.cuda.device_of(q):
+        flash_kernel[(math.ceil(Tq / cut.queries) * B * Hq,)](
+            *places,
+            q if lengths is None else lengths.to(q.device),
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+            Hq, Hq // Hkv, Tq, Tk, window or 0, (scale or D**-0.5) * LOG2_E, D, Dv,
+            block, cut.queries, cut.keys, causal, window is not None, lengths is not None,
+            block == D == Dv, vec, tma, cut.heaviest_first, machine.interpreting(),
+            num_warps=cut.warps, num_stages=cut.stages, **options,
+        )  # fmt: skip
+    return out.to(q.dtype)
+
+
+@torch.library.custom_op("perf_lab::flash_attention", mutates_args=())
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    """The kernel as torch's compiler sees it: one operator."""
+    return run(q, k, v, causal=causal, scale=scale, window=window, lengths=lengths)
+
+
+@flash_attention.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    return q.new_empty(*q.shape[:3], v.shape[3])
+
+
+@attention.register("flash", devices=("cuda",), interpreted=True, limits=LIMITS)
+def triton_flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    mask: None = None,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    """Attention [B, Hq, Tq, Dv] of q [B, Hq, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv]; the
+    contract is the op's. float32 is multiplied in float32 (no tf32), on the plain cores.
+
+    Under torch.compile it is one operator; elsewhere it is launched without one, which costs the host less.
+    """
+    if torch.compiler.is_compiling():
+        return flash_attention(q, k, v, causal, scale, window, lengths)
+    return run(q, k, v, causal=causal, scale=scale, window=window, lengths=lengths)
