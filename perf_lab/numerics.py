@@ -149,12 +149,12 @@ def call_text(impl: Implementation, args: tuple[Any, ...], kwargs: dict[str, Any
     return f"check({', '.join([*parts, f'device={device!r}'])})"
 
 
-def check(impl: Implementation, *args: Any, device: str = "cpu", **kwargs: Any) -> Tensor | None:
+def check(impl: Implementation, *args: Any, device: str = "cpu", **kwargs: Any) -> Any:
     """Run an implementation on inputs (recipes or tensors) and hold the output to the oracle.
 
-    Gives the output, or None where a stated limit of the implementation applies;
-    that is counted in `limits_met` and shown at the end of a test run. Raises
-    WrongError for a wrong value, shape, dtype or device.
+    Gives the output (a tensor, or a tuple of them), or None where a stated limit of the
+    implementation applies; that is counted in `limits_met` and shown at the end of a test
+    run. Raises WrongError for a wrong value, shape, dtype or device.
     """
     call = call_text(impl, args, kwargs, device)
     args = tuple(build(arg, device) for arg in args)
@@ -184,31 +184,49 @@ def within_limits(test: Callable[..., None]) -> Callable[..., None]:
     return body
 
 
-def judge(
-    impl: Implementation, got: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], call: str
-) -> None:
-    """Hold an output to the op's oracle on these tensors; `check` says what is raised."""
+def judge(impl: Implementation, got: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: str) -> None:
+    """Hold an output to the op's oracle on these tensors; `check` says what is raised.
+
+    Of an op with several outputs all are tuples: what is got, and what oracle, baseline and magnitude give.
+    """
     op = impl.op
     assert op.oracle and op.magnitude and op.reduction, f"{op.name} states no oracle"
     wide = tuple(upcast(arg) for arg in args)
     wide_kwargs = {key: upcast(value) for key, value in kwargs.items()}
     should_be = op.oracle(*wide, **wide_kwargs)
-    tensor = args[0]
+    magnitude = op.magnitude(*wide, **wide_kwargs)
+    baseline = op.baseline(*args, **kwargs) if op.baseline else None
+    reduction, like = op.reduction(*args, **kwargs), args[0]
+    if not isinstance(should_be, tuple):
+        _judge_one(impl, got, like, should_be, baseline, magnitude, reduction, call)
+        return
+    if not isinstance(got, tuple) or len(got) != len(should_be):
+        raise WrongError(f"{impl}: got {type(got).__name__}, should be {len(should_be)} tensors; {call}")
+    for i, right in enumerate(should_be):
+        plain = baseline[i] if baseline else None
+        _judge_one(impl, got[i], like, right, plain, magnitude[i], reduction, f"{call}[{i}]")
+
+
+def _judge_one(
+    impl: Implementation,
+    got: Tensor,
+    like: Tensor,
+    should_be: Tensor,
+    baseline: Tensor | None,
+    magnitude: Tensor,
+    reduction: int,
+    call: str,
+) -> None:
+    """One output; it has the dtype and device of `like`."""
     for what, found, right in (
-        ("dtype", got.dtype, tensor.dtype),
-        ("device", got.device, tensor.device),
+        ("dtype", got.dtype, like.dtype),
+        ("device", got.device, like.device),
     ):
         if found != right:
             raise WrongError(
                 f"wrong {what} of {impl}\n  got        {found}\n  should be  {right}\n  reproduce  {call}"
             )
-    allowed = allowed_error(
-        should_be,
-        op.baseline(*args, **kwargs) if op.baseline else None,
-        op.magnitude(*wide, **wide_kwargs),
-        tensor.dtype,
-        op.reduction(*args, **kwargs),
-    )
+    allowed = allowed_error(should_be, baseline, magnitude, like.dtype, reduction)
     try:
         assert_close(got, should_be, allowed, call)
     except WrongError as error:

@@ -1,0 +1,325 @@
+"""What tables of tuned configurations must never do: make a call fail, or use what is not its own."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import perf_lab
+from perf_lab import cli, tuning
+from perf_lab.measure import tune
+from perf_lab.op import OPS, Op
+from perf_lab.pytest_plugin import implementations, on_devices
+from perf_lab.tuning import Entry, Tunable
+
+GPU = "Test GPU 9000"
+KEY = {"columns": 4096, "rows": 1024, "dtypes": "bfloat16"}
+CONFIG = {"block": 4096, "warps": 16}
+
+reader = Op(
+    "table_reader"
+)  # implementations: (device name, op, key, revision, read) -> configuration or None
+reader.register("look_up", devices=("cpu",))(tuning.look_up)
+del OPS[reader.name]
+
+
+def entry(config=CONFIG, key=KEY, op="softmax", revision=1, us=1.0):
+    return Entry(op, revision, key, config, us, 2.0)
+
+
+def saved(entries, tmp_path, device_name=GPU):
+    """A user's folder with a table of these entries."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(tuning.FOLDER_VARIABLE, str(tmp_path))
+        return tuning.save(entries, device_name)
+
+
+def found(impl, tmp_path, key=KEY, op="softmax", revision=1, device_name=GPU, read=dict):
+    """What a call is told, with this user's folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(tuning.FOLDER_VARIABLE, str(tmp_path))
+        tuning.changed()
+        try:
+            return impl.fn(device_name, op, key, revision, read)
+        finally:
+            tuning.changed()
+
+
+def altered(file: Path, **fields) -> None:
+    """Change fields at the top of a table."""
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+@implementations(reader)
+def test_what_was_saved_is_found(device, impl, tmp_path):
+    saved([entry()], tmp_path)
+    assert found(impl, tmp_path) == CONFIG
+    assert found(impl, tmp_path, key=dict(reversed(KEY.items()))) == CONFIG
+
+
+@implementations(reader)
+@pytest.mark.parametrize("change", [{"columns": 4097}, {"rows": 4096}, {"dtypes": "float16"}, {"more": 1}])
+def test_another_call_is_not_answered(device, impl, tmp_path, change):
+    saved([entry()], tmp_path)
+    assert found(impl, tmp_path, key={**KEY, **change}) is None
+
+
+@implementations(reader)
+def test_what_is_foreign_or_stale_is_left_out(device, impl, tmp_path):
+    file = saved([entry()], tmp_path)
+    assert found(impl, tmp_path, op="rms_norm") is None
+    assert found(impl, tmp_path, revision=2) is None
+    for fields in ({"device": "Another GPU"}, {"triton": "1.0"}, {"triton": None}):
+        saved([entry()], tmp_path)
+        altered(file, **fields)
+        assert found(impl, tmp_path) is None, fields
+
+
+BROKEN = {
+    "nothing": b"",
+    "no json": b"{",
+    "no text": b"\xff\xfe\x00",
+    "a list": b"[]",
+    "null": b"null",
+    "no fields": b"{}",
+    "ops a list": json.dumps({"device": GPU, "triton": tuning.triton_release(), "ops": [1]}).encode(),
+    "no entries": json.dumps({"device": GPU, "triton": tuning.triton_release(), "ops": {"x": {}}}).encode(),
+    "a number for a config": json.dumps(
+        {
+            "device": GPU,
+            "triton": tuning.triton_release(),
+            "ops": {"softmax": {"revision": 1, "entries": [{"key": KEY, "config": 7}]}},
+        }
+    ).encode(),
+}
+
+
+@implementations(reader)
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_broken_table_is_a_warning_and_no_more(device, impl, tmp_path, broken):
+    (tmp_path / f"{tuning.slug(GPU)}.json").write_bytes(BROKEN[broken])
+    with pytest.warns(UserWarning, match="tuned configurations are not used"):
+        assert found(impl, tmp_path) is None
+
+
+@implementations(reader)
+def test_no_table_is_no_warning(device, impl, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert found(impl, tmp_path / "missing") is None
+
+
+@implementations(reader)
+def test_what_the_kernel_refuses_is_left_out(device, impl, tmp_path):
+    def refuse(config):
+        raise ValueError(config)
+
+    saved([entry()], tmp_path)
+    assert found(impl, tmp_path, read=refuse) is None
+
+
+@implementations(reader)
+def test_the_users_table_goes_before_the_committed_one(device, impl, tmp_path, monkeypatch):
+    (tmp_path / "package" / "tuned").mkdir(parents=True)
+    own, other = entry({"block": 1}), entry({"block": 2}, {**KEY, "rows": 1})
+    committed = [entry({"block": 3}), entry({"block": 4}, {**KEY, "rows": 1}), entry({"block": 5}, {"x": 1})]
+    tuning.save(committed, GPU, tmp_path / "package" / "tuned" / f"{tuning.slug(GPU)}.json")
+    monkeypatch.setattr(tuning, "package", lambda: tmp_path / "package")
+    saved([own, other], tmp_path)
+    assert [found(impl, tmp_path, key=key)["block"] for key in (KEY, other.key, {"x": 1})] == [1, 2, 5]
+
+
+@implementations(reader)
+def test_saving_again_replaces_the_same_keys_only(device, impl, tmp_path):
+    other = {**KEY, "columns": 1024}
+    saved([entry({"block": 1}), entry({"block": 2}, other), entry({"block": 3}, op="rms_norm")], tmp_path)
+    saved([entry({"block": 9})], tmp_path)
+    assert found(impl, tmp_path) == {"block": 9}
+    assert found(impl, tmp_path, key=other) == {"block": 2}
+    assert found(impl, tmp_path, op="rms_norm") == {"block": 3}
+    saved([entry({"block": 7}, revision=2)], tmp_path)  # a new kernel: what was tuned for the old one goes
+    assert found(impl, tmp_path, key=other) is None and found(impl, tmp_path, revision=2) == {"block": 7}
+
+
+@given(
+    key=st.dictionaries(st.text(max_size=5), st.one_of(st.integers(), st.text(max_size=5), st.booleans())),
+    config=st.dictionaries(st.text(max_size=5), st.one_of(st.integers(), st.text(max_size=5))),
+)
+def test_any_key_and_configuration_survives_the_file(key, config, tmp_path_factory):
+    file = tmp_path_factory.mktemp("tuned") / "table.json"
+    tuning.save([entry(config, key)], GPU, file)
+    assert tuning.parsed(file.read_text(), GPU) == {("softmax", 1, tuning.text(key)): config}
+
+
+# the cuts of kernels over rows
+
+cutter = Op("cut_reader")
+if "triton" not in OPS["softmax"].missing:
+    from perf_lab import rows
+
+    cutter.register("read", devices=("cpu",))(rows.Cut.read)
+del OPS[cutter.name]
+
+BAD_CUTS = {
+    "nothing": {},
+    "no warps": {"block": 64},
+    "a field of another kernel": {"block": 64, "warps": 4, "BLOCK_M": 64},
+    "a text": {"block": "64", "warps": 4},
+    "a fraction": {"block": 64.0, "warps": 4},
+    "a truth": {"block": 64, "warps": 4, "split": True},
+    "no power of two": {"block": 100, "warps": 4},
+    "a negative block": {"block": -64, "warps": 4},
+    "a block past the registers": {"block": 2**20, "warps": 32},
+    "rows past the registers": {"block": 2**16, "warps": 32, "rows": 2},
+    "three warps": {"block": 64, "warps": 3},
+    "three rows": {"block": 64, "warps": 4, "rows": 3},
+    "no stages": {"block": 64, "warps": 4, "stages": 0},
+    "too many programs": {"block": 64, "warps": 4, "programs": 1000},
+    "split twice": {"block": 64, "warps": 4, "split": 2},
+}
+
+
+@implementations(cutter)
+@pytest.mark.parametrize("bad", BAD_CUTS)
+def test_a_cut_that_no_kernel_takes_is_refused(device, impl, bad):
+    with pytest.raises(ValueError, match="got|no"):
+        impl.fn(BAD_CUTS[bad])
+
+
+@implementations(cutter)
+@given(columns=st.integers(1, 2**20), count=st.integers(1, 2**17))
+def test_every_cut_that_tuning_tries_is_one(device, impl, columns, count):
+    tried = [rows.default_cut(columns, count), *rows.candidates(columns, count, split=True)]
+    assert [impl.fn(cut._asdict()) for cut in tried] == tried
+
+
+@implementations(cutter)
+@given(columns=st.integers(1, 2**20), count=st.integers(1, 2**17))
+def test_rows_of_one_key_differ_less_than_fourfold(device, impl, columns, count):
+    key = rows.tuning_key(columns, count, (torch.bfloat16,))
+    assert key["rows"] <= count and (count < 4 * key["rows"] or key["rows"] == rows.FULL)
+    assert key == rows.tuning_key(columns, key["rows"], (torch.bfloat16,))
+
+
+# the tuner, on a kernel whose times are made up
+
+
+@dataclasses.dataclass
+class Clock:
+    """Seconds by configuration, and what was measured."""
+
+    times: dict
+    asked: list = dataclasses.field(default_factory=list)
+
+    def __call__(self, tunable, key, config):
+        self.asked.append(config["n"])
+        return self.times.get(config["n"])
+
+
+def tunable(candidates=(1, 2, 3)):
+    return Tunable(
+        "softmax",
+        1,
+        [KEY],
+        lambda key: [],
+        lambda key: {"n": 0},
+        lambda key: [{"n": n} for n in candidates],
+        None,
+    )
+
+
+chooser = Op("chooser")
+chooser.register("tuned", devices=("cpu",))(tune.tuned)
+del OPS[chooser.name]
+
+
+@implementations(chooser)
+def test_the_fastest_is_kept(device, impl):
+    kept = impl.fn(tunable(), KEY, Clock({0: 4e-6, 1: 3e-6, 2: 2e-6, 3: 5e-6}), str)
+    assert kept.config == {"n": 2} and (kept.us, kept.default_us) == (2.0, 4.0)
+
+
+@implementations(chooser)
+def test_what_fails_or_is_wrong_is_never_kept(device, impl):
+    kept = impl.fn(tunable(), KEY, Clock({0: 4e-6, 1: None, 3: 3e-6}), str)
+    assert kept.config == {"n": 3}
+
+
+@implementations(chooser)
+def test_the_default_stays_where_nothing_is_clearly_faster(device, impl):
+    kept = impl.fn(tunable(), KEY, Clock({0: 4e-6, 1: 3.99e-6, 2: 5e-6}), str)
+    assert kept.config == {"n": 0}
+
+
+@implementations(chooser)
+def test_a_default_that_does_not_run_is_an_error(device, impl):
+    with pytest.raises(RuntimeError, match="the default {'n': 0} does not run"):
+        impl.fn(tunable(), KEY, Clock({1: 1e-6}), str)
+
+
+def test_each_configuration_is_tried_once():
+    assert list(tune.configurations(tunable((0, 1, 1, 2)), KEY)) == [{"n": 0}, {"n": 1}, {"n": 2}]
+
+
+def test_tuning_asks_for_a_gpu_and_a_known_op(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main(["tune"]) == 2
+    assert "no GPU is visible" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert cli.main(["tune", "sort"]) == 2
+    assert "got ['sort'], accepted are" in capsys.readouterr().err
+
+
+def test_every_committed_table_is_of_kernels_that_are_here():
+    tables = sorted((Path(perf_lab.__file__).parent / "tuned").glob("*.json"))
+    assert tables
+    for file in tables:
+        table = json.loads(file.read_text())
+        assert file.stem == tuning.slug(table["device"])
+        for op, saved_op in table["ops"].items():
+            kernel = tuning.TUNABLES[op]
+            assert saved_op["revision"] == kernel.revision
+            for saved_entry in saved_op["entries"]:
+                assert saved_entry["us"] <= saved_entry["default_us"]
+                kernel.read(saved_entry["config"])
+
+
+@on_devices("cuda")
+def test_this_machine_can_be_tuned(device, tmp_path):
+    file = tune.tune(["softmax"], str, tmp_path / "table.json", only=['"columns": 1024', '"rows": 1}'])
+    table = json.loads(file.read_text())
+    assert table["device"] == torch.cuda.get_device_name() and len(table["ops"]["softmax"]["entries"]) == 1
+
+
+@on_devices("cuda")
+@pytest.mark.parametrize("op", ["rms_norm", "softmax", "add_rms_norm"])
+def test_a_tuned_call_is_right_in_a_fresh_process(device, op, tmp_path):
+    """The first call of a process uses the table, and is as right as any (nothing is tried on its data)."""
+    code = (
+        "import torch; from perf_lab import tuning; from perf_lab.op import load_all\n"
+        "from perf_lab.numerics import check; from perf_lab.strategies import Input\n"
+        f"t = tuning.TUNABLES if load_all() else {{}}; t = t[{op!r}]; key = t.keys[0]\n"
+        "configs = [t.default(key), *t.candidates(key)][:4]\n"
+        "for config in configs:\n"
+        "    entry = tuning.Entry(t.op, t.revision, key, config, 1.0, 1.0)\n"
+        "    tuning.save([entry], torch.cuda.get_device_name())\n"
+        "    inputs = [Input(shape, dtype, i) for i, (shape, dtype) in enumerate(t.inputs(key))]\n"
+        f"    check(load_all()[{op!r}]['triton'], *inputs, device='cuda')\n"
+    )
+    environment = {
+        **os.environ,
+        tuning.FOLDER_VARIABLE: str(tmp_path),
+        "PYTHONPATH": str(Path(perf_lab.__file__).parents[1]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
