@@ -12,6 +12,13 @@ def test_rms_norm_speed(bench, device, impl, length):
     bench.op(impl, x, Input((length,), dtype(device), seed=1), device=device)
 
 
+@timed(rms_norm)
+@lengths(4096)  # one token of decoding
+def test_rms_norm_of_one_row_speed(bench, device, impl, length):
+    x = Input((1, length), dtype(device))
+    bench.op(impl, x, Input((length,), dtype(device), seed=1), device=device)
+
+
 def rows(device: str, length: int) -> int:
     """On a GPU as many rows as columns, which keeps every processor busy, up to 2^26 elements (134 MB
     in bfloat16). On the CPU 2^22 elements at any length: 17 MB in float32, too much for the fast

@@ -11,6 +11,19 @@ def test_softmax_speed(bench, device, impl, length):
     bench.op(impl, Input((rows(device, length), length), dtype(device)), device=device)
 
 
+@timed(softmax)
+@lengths(4096)  # one query's scores
+def test_softmax_of_one_row_speed(bench, device, impl, length):
+    bench.op(impl, Input((1, length), dtype(device)), device=device)
+
+
+@timed(softmax)
+@lengths(131072, 262144)  # the vocabularies of today's models
+def test_softmax_of_logits_speed(bench, device, impl, length):
+    batch = 128 if device == "cuda" else 16  # sequences decoded together
+    bench.op(impl, Input((batch, length), dtype(device)), device=device)
+
+
 def rows(device: str, length: int) -> int:
     """On a GPU as many rows as columns, which keeps every processor busy, up to 2^26 elements (134 MB
     in bfloat16). On the CPU 2^22 elements at any length: 17 MB in float32, too much for the fast

@@ -1,4 +1,4 @@
-"""The command line: `perf-lab list`, `tables`, `report`, `ab`, `gate`."""
+"""The command line: `perf-lab list`, `tables`, `report`, `tune`, `ab`, `gate`."""
 
 import argparse
 import functools
@@ -14,6 +14,7 @@ from perf_lab.measure.ab import ab
 from perf_lab.measure.report import MissingExtraError, report
 from perf_lab.measure.results import ResultsError
 from perf_lab.measure.tables import markdown_tables, rows_of
+from perf_lab.measure.tune import tune
 from perf_lab.measure.verdicts import gate
 from perf_lab.measure.workshop import PAIRS, plan_for
 from perf_lab.op import load_all
@@ -42,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     page.add_argument("--html", type=Path, metavar="PAGE", help="write one self-contained HTML page")
     page.add_argument("--pictures", type=Path, metavar="FOLDER", help="write each plot as an SVG file")
+    _add_tune(commands)
     _add_ab(commands)
     _add_gate(commands)
     asked, left = parser.parse_known_args(arguments)
@@ -55,7 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _ab(asked, [*asked.paths, *left])  # argparse leaves paths that come after options
         if asked.command == "gate":
             return _gate(asked)
-        if asked.command == "report":
+        if asked.command == "tune":
+            print(tune(asked.ops, functools.partial(print, flush=True), asked.file, asked.only))
+        elif asked.command == "report":
             print(report(asked.runs, asked.html, asked.pictures))
         elif asked.write:
             asked.write.write_text(
@@ -78,6 +82,17 @@ EXIT_CODES = (
     "exit code: 0 nothing is slower; 1 something is; 2 no verdict, because something broke or the machine is"
     " not steady; 3 nothing is slower, but something has no baseline (0 with --new-ok)"
 )
+
+
+def _add_tune(commands: Any) -> None:
+    parser = commands.add_parser(
+        "tune", help="measure how kernels run best on this GPU, and write the table that calls then use"
+    )
+    parser.add_argument("ops", nargs="*", metavar="OP", help="tune these ops (default: all that can be)")
+    parser.add_argument("--file", type=Path, metavar="TABLE", help="write here (default: the user's table)")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="TEXT", help="of the keys, those that contain this"
+    )
 
 
 def _add_ab(commands: Any) -> None:

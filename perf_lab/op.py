@@ -196,7 +196,17 @@ class Op:
 
 OPS: dict[str, Op] = {}
 
-ROOMS = ("rms_norm", "softmax", "attention", "quant", "kv_cache", "model", "generate", "speculative")
+ROOMS = (
+    "rms_norm",
+    "add_rms_norm",
+    "softmax",
+    "attention",
+    "quant",
+    "kv_cache",
+    "model",
+    "generate",
+    "speculative",
+)
 
 
 ENTRY_POINTS = "perf_lab.implementations"

@@ -52,6 +52,11 @@ def kernels_compiled() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+def is_operator(impl: Implementation) -> bool:
+    """Whether compiled programs call it as one operator."""
+    return hasattr(impl.fn, "operator")
+
+
 def room(impl: Implementation) -> types.ModuleType:
     """The module that registered an implementation of ours."""
     return importlib.import_module(f"perf_lab.rms_norm.{impl.name}")
@@ -252,15 +257,33 @@ def test_large_calls_stay_compiled_however_many(device, impl, monkeypatch):
     block=st.sampled_from((16, 64, 256)),
     rows=st.sampled_from((1, 2, 8)),
     stages=st.sampled_from((1, 2, 3)),
+    programs=st.sampled_from((0, 1)),
     shape=st.tuples(lengths(9), lengths(300)),
     values=st.sampled_from(IN_RANGE),
 )
-def test_any_cut_of_the_kernel_is_right(device, impl, dtype, block, rows, stages, shape, values):
+def test_any_cut_of_the_kernel_is_right(device, impl, dtype, block, rows, stages, programs, shape, values):
     kernels = room(impl)
-    cut = kernels.Launch(block, 4, rows, stages)
+    cut = kernels.Cut(block, 4, rows, stages, programs).checked()
     with_cut = dataclasses.replace(impl, fn=lambda x, weight: kernels.run(x, weight, 1e-6, cut))
     x, weight = Input(shape, dtype_name(dtype), values=values), Input(shape[-1:], dtype_name(dtype), 1)
     check(with_cut, x, weight, device=device)
+
+
+@implementations(rms_norm, only=is_operator)
+def test_torch_finds_the_operator_sound(device, impl):
+    for shape in ((3, 70), (0, 5)):
+        x, weight = Input(shape, "float16").on(device), Input(shape[-1:]).on(device)
+        checks = torch.library.opcheck(impl.fn.operator, (x, weight, 1e-5), raise_exception=False)
+        assert all(result == "SUCCESS" for result in checks.values()), checks
+
+
+@implementations(rms_norm, only=is_operator)
+def test_runs_within_a_compiled_program(device, impl):
+    x, weight = Input((3, 70)).on(device), Input((70,), seed=1).on(device)
+    backend = "inductor" if device == "cuda" else "aot_eager"
+    program = torch.compile(lambda x, weight: impl.fn(x * 2, weight) + 1, fullgraph=True, backend=backend)
+    for rows in (3, 2, 1):
+        assert torch.equal(program(x[:rows], weight), impl.fn(x[:rows] * 2, weight) + 1)
 
 
 @on_devices("cuda")

@@ -52,6 +52,11 @@ def kernels_compiled() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+def is_operator(impl: Implementation) -> bool:
+    """Whether compiled programs call it as one operator."""
+    return hasattr(impl.fn, "operator")
+
+
 def room(impl: Implementation) -> types.ModuleType:
     """The module that registered an implementation of ours."""
     return importlib.import_module(f"perf_lab.softmax.{impl.name}")
@@ -223,14 +228,35 @@ def test_large_calls_stay_compiled_however_many(device, impl, monkeypatch):
     block=st.sampled_from((16, 64, 256)),
     rows=st.sampled_from((1, 2, 8)),
     stages=st.sampled_from((1, 2, 3)),
+    programs=st.sampled_from((0, 1)),
+    split=st.sampled_from((0, 1)),
     shape=st.tuples(lengths(9), lengths(300)),
     values=st.sampled_from((*VALUES, "holes")),
 )
-def test_any_cut_of_the_kernel_is_right(device, impl, dtype, block, rows, stages, shape, values):
+def test_any_cut_of_the_kernel_is_right(
+    device, impl, dtype, block, rows, stages, programs, split, shape, values
+):
     kernels = room(impl)
-    cut = kernels.Launch(block, 4, rows, stages)
+    cut = kernels.Cut(block, 4, rows, stages, programs, split).checked()
     with_cut = dataclasses.replace(impl, fn=lambda x: kernels.run(x, cut))
     check(with_cut, Input(shape, dtype_name(dtype), values=values), device=device)
+
+
+@implementations(softmax, only=is_operator)
+def test_torch_finds_the_operator_sound(device, impl):
+    for shape in ((3, 70), (0, 5)):
+        checks = torch.library.opcheck(
+            impl.fn.operator, (Input(shape, "float16").on(device),), raise_exception=False
+        )
+        assert all(result == "SUCCESS" for result in checks.values()), checks
+
+
+@implementations(softmax, only=is_operator)
+def test_runs_within_a_compiled_program(device, impl):
+    x, backend = Input((3, 70)).on(device), "inductor" if device == "cuda" else "aot_eager"
+    program = torch.compile(lambda x: impl.fn(x * 2) + 1, fullgraph=True, backend=backend)
+    for rows in (3, 2, 1):
+        assert torch.equal(program(x[:rows]), impl.fn(x[:rows] * 2) + 1)
 
 
 @on_devices("cuda")

@@ -15,39 +15,46 @@ import pytest
 
 import perf_lab
 
-ROOMS = ("rms_norm", "softmax")
+ROOMS = ("rms_norm", "add_rms_norm", "softmax")
+FORMS = {  # columns, and what the cut without tuning is changed by
+    "several rows": (64, {}),
+    "one row": (4096, {}),
+    "looped rows": (4096, {"programs": 4, "stages": 3}),
+    "steps": (262144, {"block": 8192, "warps": 16, "stages": 2, "split": 0}),
+    "split": (262144, {"block": 8192, "warps": 8, "split": 1}),
+}
+CASES = [(room, form) for room in ROOMS for form in FORMS if form != "split" or room == "softmax"]
 TARGETS = {"sm_90": 90, "sm_80": 80}
 DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
-COLUMNS = (64, 4096, 262144)  # several rows a program, a row in registers, a row in steps
 
 each = [
     pytest.mark.parametrize("target", TARGETS),
     pytest.mark.parametrize("dtype", DTYPES),
-    pytest.mark.parametrize("columns", COLUMNS),
-    pytest.mark.parametrize("room", ROOMS),
+    pytest.mark.parametrize(("room", "form"), CASES),
 ]
 
 
 def on_each(test: Any) -> Any:
-    """Parametrize over rooms, row lengths, dtypes and targets."""
+    """Parametrize over rooms, forms of their kernels, dtypes and targets."""
     return functools.reduce(lambda decorated, mark: mark(decorated), each, test)
 
 
 @on_each
-def test_kernel_compiles_to_a_cubin(room, columns, dtype, target):
-    assert built(room, columns, dtype, target)["cubin_bytes"] > 0
+def test_kernel_compiles_to_a_cubin(room, form, dtype, target):
+    assert built(room, form, dtype, target)["cubin_bytes"] > 0
 
 
 @on_each
-def test_memory_moves_16_bytes_at_a_time(room, columns, dtype, target):
-    moves = built(room, columns, dtype, target)["moves"]
+def test_memory_moves_16_bytes_at_a_time(room, form, dtype, target):
+    moves = {tuple(move) for move in built(room, form, dtype, target)["moves"]}
     assert {"ld", "st"} <= {name for name, _ in moves}
-    assert {16} == {width for _, width in moves}, f"loads and stores are of {moves}"
+    words = {("ld", 8)} if form == "split" else set()  # what the programs of a row tell each other
+    assert {16} == {width for _, width in moves - words}, f"loads and stores are of {moves}"
 
 
-def built(room: str, columns: int, dtype: str, target: str) -> dict[str, Any]:
+def built(room: str, form: str, dtype: str, target: str) -> dict[str, Any]:
     """What one build gave; a skip where triton cannot build, a failure where it refuses the kernel."""
-    result = builds()[f"{room} {columns} {dtype} {target}"]
+    result = builds()[f"{room} {form} {dtype} {target}"]
     if "cannot" in result:
         pytest.skip(result["cannot"])
     assert "error" not in result, result["error"]
@@ -68,15 +75,14 @@ def builds() -> dict[str, dict[str, Any]]:
 def main() -> None:
     """Build everything, and print the results as one line of JSON."""
     results = {}
-    for room in ROOMS:
-        for columns in COLUMNS:
-            for dtype in DTYPES:
-                for target in TARGETS:
-                    results[f"{room} {columns} {dtype} {target}"] = attempt(room, columns, dtype, target)
+    for room, form in CASES:
+        for dtype in DTYPES:
+            for target in TARGETS:
+                results[f"{room} {form} {dtype} {target}"] = attempt(room, form, dtype, target)
     print(json.dumps(results))  # noqa: T201 -- the answer to the process that asked
 
 
-def attempt(room: str, columns: int, dtype: str, target: str) -> dict[str, Any]:
+def attempt(room: str, form: str, dtype: str, target: str) -> dict[str, Any]:
     """One build: its size and memory instructions, or why there is none."""
     try:
         from triton.backends.compiler import GPUTarget
@@ -84,12 +90,12 @@ def attempt(room: str, columns: int, dtype: str, target: str) -> dict[str, Any]:
         from triton.runtime.errors import PTXASError
     except ImportError as error:
         return {"cannot": f"this triton cannot compile ahead of time: {error}"}
-    kernel, constants, warps = cut(room, columns)
+    kernel, constants, warps = cut(room, form)
     signature = {name: kind(name, constants, DTYPES[dtype]) for name in kernel.arg_names}
     aligned = {
         (place,): [["tt.divisibility", 16]]  # of pointers and row lengths, as in a model
         for place, name in enumerate(kernel.arg_names)
-        if signature[name] not in ("constexpr", "fp32") and name != "rows"
+        if signature[name] not in ("constexpr", "fp32") and name not in ("rows", "parts")
     }
     try:
         source = ASTSource(kernel, signature, constants, aligned)
@@ -102,19 +108,26 @@ def attempt(room: str, columns: int, dtype: str, target: str) -> dict[str, Any]:
     return {"cubin_bytes": len(assembly["cubin"]), "moves": memory_moves(assembly["ptx"])}
 
 
-def cut(room: str, columns: int) -> tuple[Any, dict[str, int], int]:
-    """The kernel, its constants and its warps for many rows of this length."""
+def cut(room: str, form: str) -> tuple[Any, dict[str, int], int]:
+    """The kernel, its constants and its warps for many rows in this form."""
     module = importlib.import_module(f"perf_lab.{room}.triton")
-    launch = module.launch(columns, 8192)
-    if columns > launch.block:
-        return module.long_rows, {"BLOCK": launch.block, "STAGES": launch.stages}, launch.warps
-    return module.short_rows, {"BLOCK": launch.block, "ROWS": launch.rows}, launch.warps
+    columns, changes = FORMS[form]
+    how = module.KERNELS.default(columns, 8192)._replace(**changes)
+    if how.split:
+        parts = -(-columns // how.block)
+        return module.split_rows, {"BLOCK": how.block, "PADDED": parts, "PATIENCE": 1000}, how.warps
+    if columns > how.block:
+        return module.long_rows, {"BLOCK": how.block, "STAGES": how.stages}, how.warps
+    stages = how.stages if how.programs else 0
+    return module.whole_rows, {"BLOCK": how.block, "ROWS": how.rows, "STAGES": stages}, how.warps
 
 
 def kind(name: str, constants: dict[str, int], element: str) -> str:
     """The type of a kernel's parameter."""
     if name in constants:
         return "constexpr"
+    if name == "words_ptr":
+        return "*i64"
     return f"*{element}" if name.endswith("_ptr") else "fp32" if name == "eps" else "i32"
 
 

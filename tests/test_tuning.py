@@ -1,10 +1,12 @@
 """What tables of tuned configurations must never do: make a call fail, or use what is not its own."""
 
+import contextlib
 import dataclasses
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 
@@ -35,52 +37,54 @@ def entry(config=CONFIG, key=KEY, op="softmax", revision=1, us=1.0):
     return Entry(op, revision, key, config, us, 2.0)
 
 
-def saved(entries, tmp_path, device_name=GPU):
-    """A user's folder with a table of these entries."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(tuning.FOLDER_VARIABLE, str(tmp_path))
-        return tuning.save(entries, device_name)
-
-
-def found(impl, tmp_path, key=KEY, op="softmax", revision=1, device_name=GPU, read=dict):
-    """What a call is told, with this user's folder."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(tuning.FOLDER_VARIABLE, str(tmp_path))
+@contextlib.contextmanager
+def tables(own=(), committed=(), device_name=GPU):
+    """A user's folder and a package of this test's own, with these entries; gives the user's file."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv(tuning.FOLDER_VARIABLE, folder)
+        patch.setattr(tuning, "package", lambda: Path(folder))
         tuning.changed()
-        try:
-            return impl.fn(device_name, op, key, revision, read)
-        finally:
-            tuning.changed()
+        if committed:
+            tuning.save(committed, device_name, Path(folder, "tuned", f"{tuning.slug(device_name)}.json"))
+        if own:
+            tuning.save(own, device_name)
+        yield tuning.user_file(device_name)
+    tuning.changed()
 
 
-def altered(file: Path, **fields) -> None:
-    """Change fields at the top of a table."""
-    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
-
-
-@implementations(reader)
-def test_what_was_saved_is_found(device, impl, tmp_path):
-    saved([entry()], tmp_path)
-    assert found(impl, tmp_path) == CONFIG
-    assert found(impl, tmp_path, key=dict(reversed(KEY.items()))) == CONFIG
+def found(impl, key=KEY, op="softmax", revision=1, read=dict):
+    """What a call is told."""
+    return impl.fn(GPU, op, key, revision, read)
 
 
 @implementations(reader)
-@pytest.mark.parametrize("change", [{"columns": 4097}, {"rows": 4096}, {"dtypes": "float16"}, {"more": 1}])
-def test_another_call_is_not_answered(device, impl, tmp_path, change):
-    saved([entry()], tmp_path)
-    assert found(impl, tmp_path, key={**KEY, **change}) is None
+def test_what_was_saved_is_found(device, impl):
+    with tables([entry()]):
+        assert found(impl) == CONFIG
+        assert found(impl, key=dict(reversed(KEY.items()))) == CONFIG
 
 
 @implementations(reader)
-def test_what_is_foreign_or_stale_is_left_out(device, impl, tmp_path):
-    file = saved([entry()], tmp_path)
-    assert found(impl, tmp_path, op="rms_norm") is None
-    assert found(impl, tmp_path, revision=2) is None
+def test_another_call_is_not_answered(device, impl):
+    with tables([entry()]):
+        assert found(impl, op="rms_norm") is None
+        for change in ({"columns": 4097}, {"rows": 4096}, {"dtypes": "float16"}, {"more": 1}):
+            assert found(impl, key={**KEY, **change}) is None, change
+
+
+@implementations(reader)
+def test_what_is_foreign_or_stale_is_left_out(device, impl):
     for fields in ({"device": "Another GPU"}, {"triton": "1.0"}, {"triton": None}):
-        saved([entry()], tmp_path)
-        altered(file, **fields)
-        assert found(impl, tmp_path) is None, fields
+        with tables([entry()]) as file:
+            file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+            assert found(impl) is None, fields
+    with tables([entry()]):
+        assert found(impl, revision=2) is None
+
+
+def table_of(ops) -> bytes:
+    """A table of this GPU and Triton."""
+    return json.dumps({"device": GPU, "triton": tuning.triton_release(), "ops": ops}).encode()
 
 
 BROKEN = {
@@ -90,78 +94,75 @@ BROKEN = {
     "a list": b"[]",
     "null": b"null",
     "no fields": b"{}",
-    "ops a list": json.dumps({"device": GPU, "triton": tuning.triton_release(), "ops": [1]}).encode(),
-    "no entries": json.dumps({"device": GPU, "triton": tuning.triton_release(), "ops": {"x": {}}}).encode(),
-    "a number for a config": json.dumps(
-        {
-            "device": GPU,
-            "triton": tuning.triton_release(),
-            "ops": {"softmax": {"revision": 1, "entries": [{"key": KEY, "config": 7}]}},
-        }
-    ).encode(),
+    "ops a list": table_of([1]),
+    "no entries": table_of({"softmax": {"revision": 1}}),
+    "a number for a configuration": table_of(
+        {"softmax": {"revision": 1, "entries": [{"key": KEY, "config": 7}]}}
+    ),
 }
 
 
 @implementations(reader)
-@pytest.mark.parametrize("broken", BROKEN)
-def test_a_broken_table_is_a_warning_and_no_more(device, impl, tmp_path, broken):
-    (tmp_path / f"{tuning.slug(GPU)}.json").write_bytes(BROKEN[broken])
-    with pytest.warns(UserWarning, match="tuned configurations are not used"):
-        assert found(impl, tmp_path) is None
+def test_a_broken_table_is_a_warning_and_no_more(device, impl):
+    for name, content in BROKEN.items():
+        with tables() as file:
+            file.write_bytes(content)
+            with pytest.warns(UserWarning, match="tuned configurations are not used"):
+                assert found(impl) is None, name
 
 
 @implementations(reader)
-def test_no_table_is_no_warning(device, impl, tmp_path):
-    with warnings.catch_warnings():
+def test_no_table_is_no_warning(device, impl):
+    with tables(), warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert found(impl, tmp_path / "missing") is None
+        assert found(impl) is None
 
 
 @implementations(reader)
-def test_what_the_kernel_refuses_is_left_out(device, impl, tmp_path):
+def test_what_the_kernel_refuses_is_left_out(device, impl):
     def refuse(config):
         raise ValueError(config)
 
-    saved([entry()], tmp_path)
-    assert found(impl, tmp_path, read=refuse) is None
+    with tables([entry()]):
+        assert found(impl, read=refuse) is None
 
 
 @implementations(reader)
-def test_the_users_table_goes_before_the_committed_one(device, impl, tmp_path, monkeypatch):
-    (tmp_path / "package" / "tuned").mkdir(parents=True)
-    own, other = entry({"block": 1}), entry({"block": 2}, {**KEY, "rows": 1})
-    committed = [entry({"block": 3}), entry({"block": 4}, {**KEY, "rows": 1}), entry({"block": 5}, {"x": 1})]
-    tuning.save(committed, GPU, tmp_path / "package" / "tuned" / f"{tuning.slug(GPU)}.json")
-    monkeypatch.setattr(tuning, "package", lambda: tmp_path / "package")
-    saved([own, other], tmp_path)
-    assert [found(impl, tmp_path, key=key)["block"] for key in (KEY, other.key, {"x": 1})] == [1, 2, 5]
+def test_the_users_table_goes_before_the_committed_one(device, impl):
+    second, third = {**KEY, "rows": 1}, {"x": 1}
+    own = [entry({"block": 1}), entry({"block": 2}, second)]
+    committed = [entry({"block": 3}), entry({"block": 4}, second), entry({"block": 5}, third)]
+    with tables(own, committed):
+        assert [found(impl, key=key)["block"] for key in (KEY, second, third)] == [1, 2, 5]
 
 
-@implementations(reader)
-def test_saving_again_replaces_the_same_keys_only(device, impl, tmp_path):
-    other = {**KEY, "columns": 1024}
-    saved([entry({"block": 1}), entry({"block": 2}, other), entry({"block": 3}, op="rms_norm")], tmp_path)
-    saved([entry({"block": 9})], tmp_path)
-    assert found(impl, tmp_path) == {"block": 9}
-    assert found(impl, tmp_path, key=other) == {"block": 2}
-    assert found(impl, tmp_path, op="rms_norm") == {"block": 3}
-    saved([entry({"block": 7}, revision=2)], tmp_path)  # a new kernel: what was tuned for the old one goes
-    assert found(impl, tmp_path, key=other) is None and found(impl, tmp_path, revision=2) == {"block": 7}
+def test_saving_again_replaces_the_same_keys_only():
+    impl, other = reader["look_up"], {**KEY, "columns": 1024}
+    with tables([entry({"block": 1}), entry({"block": 2}, other), entry({"block": 3}, op="rms_norm")]):
+        tuning.save([entry({"block": 9})], GPU)
+        assert found(impl) == {"block": 9}
+        assert found(impl, key=other) == {"block": 2}
+        assert found(impl, op="rms_norm") == {"block": 3}
+        tuning.save([entry({"block": 7}, revision=2)], GPU)  # what was tuned for the old kernel goes
+        assert found(impl, key=other) is None and found(impl, revision=2) == {"block": 7}
+
+
+TEXT = st.text(max_size=5)
 
 
 @given(
-    key=st.dictionaries(st.text(max_size=5), st.one_of(st.integers(), st.text(max_size=5), st.booleans())),
-    config=st.dictionaries(st.text(max_size=5), st.one_of(st.integers(), st.text(max_size=5))),
+    key=st.dictionaries(TEXT, st.one_of(st.integers(), TEXT, st.booleans())),
+    config=st.dictionaries(TEXT, st.one_of(st.integers(), TEXT)),
 )
-def test_any_key_and_configuration_survives_the_file(key, config, tmp_path_factory):
-    file = tmp_path_factory.mktemp("tuned") / "table.json"
-    tuning.save([entry(config, key)], GPU, file)
-    assert tuning.parsed(file.read_text(), GPU) == {("softmax", 1, tuning.text(key)): config}
+def test_any_key_and_configuration_survives_the_file(key, config):
+    with tables([entry(config, key)]) as file:
+        assert tuning.parsed(file.read_text(), GPU) == {("softmax", 1, tuning.text(key)): config}
 
 
 # the cuts of kernels over rows
 
 cutter = Op("cut_reader")
+rows = None
 if "triton" not in OPS["softmax"].missing:
     from perf_lab import rows
 
@@ -188,10 +189,10 @@ BAD_CUTS = {
 
 
 @implementations(cutter)
-@pytest.mark.parametrize("bad", BAD_CUTS)
-def test_a_cut_that_no_kernel_takes_is_refused(device, impl, bad):
-    with pytest.raises(ValueError, match="got|no"):
-        impl.fn(BAD_CUTS[bad])
+def test_a_cut_that_no_kernel_takes_is_refused(device, impl):
+    for config in BAD_CUTS.values():
+        with pytest.raises(ValueError, match="got|has no"):
+            impl.fn(config)
 
 
 @implementations(cutter)
@@ -279,9 +280,7 @@ def test_tuning_asks_for_a_gpu_and_a_known_op(capsys, monkeypatch):
 
 
 def test_every_committed_table_is_of_kernels_that_are_here():
-    tables = sorted((Path(perf_lab.__file__).parent / "tuned").glob("*.json"))
-    assert tables
-    for file in tables:
+    for file in (Path(perf_lab.__file__).parent / "tuned").glob("*.json"):
         table = json.loads(file.read_text())
         assert file.stem == tuning.slug(table["device"])
         for op, saved_op in table["ops"].items():

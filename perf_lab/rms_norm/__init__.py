@@ -83,4 +83,4 @@ rms_norm = Op(
     cost=cost,
     reference="eager",
 )
-rms_norm.load(__name__, "eager", "compiled", "triton")
+rms_norm.load(__name__, "eager", "compiled", "triton", "liger")

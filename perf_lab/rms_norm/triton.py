@@ -1,14 +1,10 @@
-"""RMS normalization in Triton: rows of up to LARGEST columns stay in registers, longer ones are read twice.
+"""RMS normalization in Triton: a row whole in registers, read once; or a longer row in steps, read twice.
 
-Reads and writes of a short row are the least there are; a long row's second
-read mostly hits the L2 cache. No autotuning: `launch` is a plain function.
+perf_lab.rows says how a call is cut and launched.
 """
 
-# ruff: noqa: ANN001, ANN201, D403 -- parameters of a kernel have Triton's types, not Python's
+# ruff: noqa: ANN001, ANN201, ANN202, D403 -- parameters of a kernel have Triton's types, not Python's
 # mypy: disable-error-code="no-untyped-def"
-
-import math
-from typing import NamedTuple
 
 import torch
 import triton
@@ -16,51 +12,52 @@ import triton.language as tl
 from torch import Tensor
 
 from perf_lab import machine
+from perf_lab.library import operator
 from perf_lab.op import Limit
 from perf_lab.rms_norm import rms_norm
-
-LARGEST = 32768  # columns of a row that 32 warps keep in registers, 32 float32 a thread
-LOOP_BLOCK = 8192  # columns of one step through a longer row; two stages take 66 kB of shared memory
+from perf_lab.rows import Cut, RowOp, as_rows, register
 
 
-class Launch(NamedTuple):
-    """How a kernel is cut: columns of a block (a power of two), warps of a program, its rows;
-    for rows longer than a block, how many blocks are loaded ahead, plus one.
-    """
-
-    block: int
-    warps: int
-    rows: int
-    stages: int = 1
-
-
-def launch(columns: int, rows: int) -> Launch:
-    """The cut for `rows` rows of `columns` columns, from sizes alone."""
-    if columns > LARGEST:
-        return Launch(LOOP_BLOCK, 16, 1, stages=2)
-    block = max(16, triton.next_power_of_2(columns))
-    packed = max(1, min(4096 // block, rows // 256))  # keep 256 programs, for as many processors
-    packed = 1 << (packed.bit_length() - 1)
-    warps = block * packed // 1024  # 32 elements a thread: four loads of 16 bytes in bfloat16
-    return Launch(block, min(max(warps, 4), 32), packed)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def short_rows(
-    x_ptr, weight_ptr, y_ptr, rows, columns, x_stride, eps, BLOCK: tl.constexpr, ROWS: tl.constexpr
+@triton.jit
+def _block(
+    x_ptr, y_ptr, weight, block, rows, columns, x_stride, eps, BLOCK: tl.constexpr, ROWS: tl.constexpr
 ):
-    """y [rows, columns] = rms_norm of x, ROWS rows a program; columns <= BLOCK.
-
-    x_stride: elements from one row of x to the next; columns of x, weight and all of y are contiguous.
-    """
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
+    """ROWS rows, whole; weight [1, BLOCK] in float32."""
+    row = tl.cast(block, tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
     column = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
     inside = (row < rows) & (column < columns)
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + column, mask=column < columns, other=0.0).to(tl.float32)
     rstd = tl.rsqrt(tl.sum(x * x, 1) / columns + eps)  # [ROWS]
     y = x * rstd[:, None] * weight
     tl.store(y_ptr + row * columns + column, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def whole_rows(
+    x_ptr,
+    weight_ptr,
+    y_ptr,
+    rows,
+    columns,
+    x_stride,
+    eps,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """y [rows, columns] = rms_norm of x, ROWS rows a block; columns <= BLOCK.
+
+    x_stride: elements from one row of x to the next; columns of x, weight and all of y are contiguous.
+    STAGES 0: a program a block; else programs loop over blocks, STAGES - 1 of them loaded ahead.
+    """
+    column = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
+    weight = tl.load(weight_ptr + column, mask=column < columns, other=0.0).to(tl.float32)
+    if STAGES == 0:
+        _block(x_ptr, y_ptr, weight, tl.program_id(0), rows, columns, x_stride, eps, BLOCK, ROWS)
+    else:
+        blocks = tl.cdiv(rows, ROWS)
+        for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0), num_stages=STAGES):
+            _block(x_ptr, y_ptr, weight, block, rows, columns, x_stride, eps, BLOCK, ROWS)
 
 
 @triton.jit
@@ -83,27 +80,16 @@ def long_rows(x_ptr, weight_ptr, y_ptr, columns, x_stride, eps, BLOCK: tl.conste
         tl.store(y_ptr + column, y.to(y_ptr.dtype.element_ty), mask=column < columns)
 
 
-def run(x: Tensor, weight: Tensor, eps: float, cut: Launch) -> Tensor:
-    """RMS norm of x [..., C] with a given cut; any cut is right."""
+KERNELS = RowOp("rms_norm", whole_rows, long_rows, (torch.bfloat16, torch.bfloat16))
+
+
+def run(x: Tensor, weight: Tensor, eps: float = 1e-6, cut: Cut | None = None) -> Tensor:
+    """RMS norm of x [..., C] with a given cut, or the one of this call; any cut is right."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if x.numel() == 0:
-        return y
-    columns = x.shape[-1]
-    flat = x.reshape(-1, columns)  # [R, C]: a view where the strides allow one
-    if flat.stride(1) != 1:
-        flat = flat.contiguous()
-    weight = weight.contiguous()  # [C]
-    rows, stride = flat.shape[0], flat.stride(0)
-    with torch.cuda.device_of(x):
-        if columns <= cut.block:
-            grid = (math.ceil(rows / cut.rows),)
-            short_rows[grid](
-                flat, weight, y, rows, columns, stride, eps, cut.block, cut.rows, num_warps=cut.warps
-            )
-        else:
-            long_rows[(rows,)](
-                flat, weight, y, columns, stride, eps, cut.block, cut.stages, num_warps=cut.warps
-            )
+    if x.numel():
+        flat = as_rows(x)  # [R, C]
+        cut = cut or KERNELS.cut(flat, x.dtype, weight.dtype)
+        KERNELS.run((flat,), (weight.contiguous(),), (y,), (eps,), cut)
     return y
 
 
@@ -123,9 +109,17 @@ LIMITS = (
 
 
 @rms_norm.register("triton", devices=("cuda",), interpreted=True, limits=LIMITS)
+@operator("rms_norm", fake=lambda x, weight, eps=1e-6: torch.empty(x.shape, dtype=x.dtype, device=x.device))
 def triton_rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     """RMS norm over the last axis of x [..., C] with weight [C]; what is strided is copied first
     (rows that lie apart, each contiguous, are not).
     """
-    columns = max(1, x.shape[-1])
-    return run(x, weight, eps, launch(columns, x.numel() // columns))
+    return run(x, weight, eps)
+
+
+register(
+    KERNELS,
+    shapes=[(rows, columns) for columns in (1024, 2048, 4096, 8192, 16384) for rows in (1, 1024, 4096)],
+    tensors=lambda rows, columns: ((rows, columns), (columns,)),
+    run=run,
+)

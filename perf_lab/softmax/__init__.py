@@ -53,4 +53,4 @@ softmax = Op(
     cost=cost,
     reference="eager",
 )
-softmax.load(__name__, "eager", "compiled", "triton")
+softmax.load(__name__, "eager", "compiled", "triton", "liger")

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from perf_lab import machine
+from perf_lab.library import operator
 from perf_lab.rms_norm import rms_norm
 
 from . import mutant
@@ -230,6 +231,13 @@ compiled_each = torch.compile(right, backend="eager", dynamic=False)
 def compiled_each_size(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     """Every new size is compiled, until dynamo gives up and runs it uncompiled."""
     return compiled_each(x, weight, eps)
+
+
+@mutant(rms_norm, killed_by="test_rms_norm::test_torch_finds_the_operator_sound")
+@operator("mutant_rms_norm_with_a_wrong_fake", fake=lambda x, weight, eps=1e-6: torch.empty_like(weight))
+def wrong_fake(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    """Compiled programs are told the shape and dtype of the weight."""
+    return right(x, weight, eps)
 
 
 # Under the interpreter a wrong kernel is as wrong as on a GPU: proof that it can fail there.

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from perf_lab import machine
+from perf_lab.library import operator
 from perf_lab.softmax import softmax
 
 from . import mutant
@@ -168,6 +169,30 @@ def wrapped_offsets(x: Tensor) -> Tensor:
     return torch.softmax(torch.stack(rows), -1)
 
 
+def split_at(x: Tensor, block: int, of_all: bool) -> Tensor:
+    """Softmax by parts of a row, each by the maximum and sum of all parts, or of its own."""
+    parts = x.float().split(block, -1) if x.numel() else ()
+    tops = [part.amax(-1, keepdim=True) for part in parts]
+    sums = [(part - top).exp().sum(-1, keepdim=True) for part, top in zip(parts, tops, strict=True)]
+    if not parts:
+        return x.clone()
+    top = torch.stack(tops).amax(0)
+    total = sum(s * (t - top).exp() for s, t in zip(sums, tops, strict=True)) if of_all else sum(sums)
+    return torch.cat([(part - top).exp() / total for part in parts], -1).to(x.dtype)
+
+
+@mutant(softmax, killed_by="test_softmax::test_any_row_length")
+def sums_not_rescaled(x: Tensor) -> Tensor:
+    """The programs of a split row add up their sums, each taken by its own maximum."""
+    return split_at(x, 8192, of_all=False)
+
+
+@mutant(softmax, killed_by="test_softmax::test_what_is_not_finite_stays_in_its_row")
+def empty_part(x: Tensor) -> Tensor:
+    """A part of a split row that is -inf alone makes the row NaN: -inf - -inf."""
+    return split_at(x, 1, of_all=True)
+
+
 compiled_each = torch.compile(lambda x: torch.softmax(x, -1), backend="eager", dynamic=False)
 
 
@@ -175,6 +200,26 @@ compiled_each = torch.compile(lambda x: torch.softmax(x, -1), backend="eager", d
 def compiled_each_size(x: Tensor) -> Tensor:
     """Every new size is compiled, until dynamo gives up and runs it uncompiled."""
     return compiled_each(x)
+
+
+@mutant(softmax, killed_by="test_softmax::test_torch_finds_the_operator_sound")
+@operator("mutant_softmax_with_a_float32_fake", fake=lambda x: torch.empty(x.shape, device=x.device))
+def wrong_fake(x: Tensor) -> Tensor:
+    """Compiled programs are told float32, whatever the dtype of x."""
+    return torch.softmax(x, -1)
+
+
+@mutant(softmax, killed_by="test_softmax::test_torch_finds_the_operator_sound")
+@operator("mutant_softmax_in_place", fake=torch.empty_like)
+def undeclared_change(x: Tensor) -> Tensor:
+    """The operator changes its input, which its schema denies."""
+    return torch.softmax(x.mul_(2), -1)
+
+
+@mutant(softmax, killed_by="test_softmax::test_runs_within_a_compiled_program")
+def other_when_compiled(x: Tensor) -> Tensor:
+    """Compiled programs get a path of their own, and a coarser one."""
+    return torch.softmax(x.bfloat16() if torch.compiler.is_compiling() else x, -1).to(x.dtype)
 
 
 # Under the interpreter a wrong kernel is as wrong as on a GPU: proof that it can fail there.
