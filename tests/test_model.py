@@ -28,8 +28,11 @@ SMALL = ModelConfig(vocab_size=19, layers=2, width=16, heads=4, kv_heads=2, max_
 def configs(
     draw: Any, positions: tuple[str, ...] = ("rotary", "learned"), windows: bool = True
 ) -> ModelConfig:
-    """A small decoder: grouped heads or not, either kind of positions, with and without a window."""
+    """A small decoder: grouped heads or not, either kind of positions, with and without a window (in some of
+    the layers or all), either MLP, with and without biases.
+    """
     groups, kv_heads = draw(st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 2), (3, 2)]))
+    window = draw(st.none() | st.integers(1, 8)) if windows else None
     return ModelConfig(
         vocab_size=19,
         layers=draw(st.integers(1, 3)),
@@ -40,8 +43,14 @@ def configs(
         max_length=24,
         positions=draw(st.sampled_from(positions)),
         attention=draw(st.sampled_from(["sdpa", "naive", "chunked"])),
-        window=draw(st.none() | st.integers(1, 8)) if windows else None,
+        window=window,
+        window_layers=draw(st.sampled_from([None, (0,), (1, 2)])) if window else None,
         tie_embeddings=draw(st.booleans()),
+        mlp=draw(st.sampled_from(["gelu", "swiglu"])),
+        head_size=draw(st.sampled_from([None, 2, 10])),
+        qkv_bias=draw(st.booleans()),
+        out_bias=draw(st.booleans()),
+        mlp_bias=draw(st.booleans()),
     )
 
 
@@ -179,6 +188,13 @@ def test_a_seed_gives_the_same_weights_everywhere(device, impl, config, seed):
 
 
 @implementations(decoder)
+def test_the_weights_of_a_seed_are_those_of_the_committed_results(device, impl):
+    model = impl.fn.seeded(SMALL, seed=3, device=device)
+    sums = torch.stack([weight.double().sum().cpu() for weight in model.parameters()])
+    assert_close(sums, SEEDED_SUMS, 1e-4, f"{impl}, {SMALL}, seed 3")
+
+
+@implementations(decoder)
 @given(config=configs(), seed=seeds)
 def test_seeding_a_model_leaves_the_global_random_state_alone(device, impl, config, seed):
     with torch.random.fork_rng(devices=[]):
@@ -219,13 +235,16 @@ def test_no_tokens_give_no_logits(device, impl, config, known):
 
 
 MISFITS: list[tuple[str, Any]] = [
-    *((name, 0) for name in ("vocab_size", "layers", "max_length", "window")),
+    *((name, 0) for name in ("vocab_size", "layers", "max_length", "window", "head_size")),
     ("width", -16),
     ("width", 12),  # heads of 3, which cannot be turned
     ("heads", 3),
     ("kv_heads", 3),
     ("layers", 1.0),
     ("window", 2.5),
+    ("window_layers", (0,)),  # without a window
+    ("window_layers", [0]),
+    ("head_size", 5),
     *((name, "unknown") for name in ("positions", "mlp", "attention")),
     ("rope_theta", 0.0),
     ("norm_eps", float("nan")),
@@ -248,7 +267,7 @@ def test_the_cost_is_that_of_the_matrix_products(config, batch, new, known):
     with FlopCounterMode(display=False) as counted:
         model(tokens[:, known:])
     pairs = sum(known + i + 1 for i in range(new))
-    attention = 4 * batch * config.layers * config.width * pairs
+    attention = 4 * batch * config.layers * config.heads * config.head_dim * pairs
     assert cost(config, batch, new, known, last_only=False).flops == counted.get_total_flops() + attention
 
 
@@ -265,6 +284,29 @@ def test_a_step_does_not_wait_for_the_device(device):
             tokens[:, -1] = model(tokens[:, step], cache, last_only=True)[:, -1].argmax(-1)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+# One sum a parameter of SMALL, as in the first release.
+SEEDED_SUMS = torch.tensor(
+    [
+        1.743771,
+        16,
+        -1.842606,
+        -1.913253,
+        16,
+        -15.629943,
+        0.661702,
+        16,
+        6.510201,
+        -0.104026,
+        16,
+        11.572029,
+        1.714242,
+        16,
+        7.1604,
+    ],
+    dtype=torch.float64,
+)
 
 
 def dtypes(device: str) -> list[torch.dtype]:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from perf_lab.attention import attention
 from perf_lab.kv_cache import ContiguousCache
 from perf_lab.model import ModelConfig, decoder
+from perf_lab.model.rope import Dynamic, LongRope, plain_speeds
 
 Where = slice | Tensor  # positions: a slice of the tables (a view, no kernel), or [T] or [B, T] int64
 
@@ -53,8 +54,8 @@ class Transformer(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
     ) -> Self:
-        """A model with normal weights of variance 1 / fan-in, the same float32 numbers for every dtype and
-        device; the global random state is left alone.
+        """A model with normal weights and biases of variance 1 / fan-in, the same float32 numbers for every
+        dtype and device; the global random state is left alone.
         """
         with torch.random.fork_rng(devices=[]):
             model = cls(config, dtype=dtype)
@@ -67,6 +68,10 @@ class Transformer(nn.Module):
                         branch if name.endswith(("out.weight", "down.weight")) else 1
                     )
                     weight.copy_(scale * torch.randn(weight.shape, generator=generator))
+                elif name.endswith("bias"):
+                    weight.copy_(
+                        _fan_in(name, config) ** -0.5 * torch.randn(weight.shape, generator=generator)
+                    )
         return model.to(device)
 
     def forward(
@@ -200,7 +205,7 @@ class Layer(nn.Module):
         self.attention_norm = nn.RMSNorm(config.width, config.norm_eps, **like)
         self.attention = Attention(config, index, **like)
         self.mlp_norm = nn.RMSNorm(config.width, config.norm_eps, **like)
-        self.mlp = MLP(config, **like)
+        self.mlp = MLPS[config.mlp](config, **like)
 
     def forward(
         self, x: Tensor, turn: tuple[Tensor, Tensor] | None, cache: Any, mask: Tensor | None
@@ -216,11 +221,11 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, index: int, **like: Any) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
-        self.index, self.window = index, config.window
+        self.index, self.window = index, config.window_of(index)
         self.attend = attention[config.attention].fn
         rows = (config.heads + 2 * config.kv_heads) * config.head_dim
-        self.qkv = nn.Linear(config.width, rows, bias=False, **like)
-        self.out = nn.Linear(config.heads * config.head_dim, config.width, bias=False, **like)
+        self.qkv = nn.Linear(config.width, rows, bias=config.qkv_bias, **like)
+        self.out = nn.Linear(config.heads * config.head_dim, config.width, bias=config.out_bias, **like)
 
     def forward(
         self, x: Tensor, turn: tuple[Tensor, Tensor] | None, cache: Any, mask: Tensor | None
@@ -244,37 +249,84 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).reshape(batch, new, h * self.head_dim))
 
 
-class MLP(nn.Module):
+class GELU(nn.Module):
     """down(gelu(up(x)))."""
 
     def __init__(self, config: ModelConfig, **like: Any) -> None:
         super().__init__()
-        self.up = nn.Linear(config.width, config.mlp_width, bias=False, **like)
-        self.down = nn.Linear(config.mlp_width, config.width, bias=False, **like)
+        self.up = nn.Linear(config.width, config.mlp_width, bias=config.mlp_bias, **like)
+        self.down = nn.Linear(config.mlp_width, config.width, bias=config.mlp_bias, **like)
 
     def forward(self, x: Tensor) -> Tensor:
         """From x [B, T, W] to [B, T, W]."""
         return self.down(F.gelu(self.up(x)))
 
 
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)), gate and up in one product."""
+
+    def __init__(self, config: ModelConfig, **like: Any) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(config.width, 2 * config.mlp_width, bias=config.mlp_bias, **like)
+        self.down = nn.Linear(config.mlp_width, config.width, bias=config.mlp_bias, **like)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """From x [B, T, W] to [B, T, W]."""
+        gate, up = self.gate_up(x).chunk(2, -1)  # [B, T, M]
+        return self.down(F.silu(gate) * up)
+
+
+MLPS = {"gelu": GELU, "swiglu": SwiGLU}
+
+
 class Rotary(nn.Module):
-    """The rotation at every position, [max_length, D]: cosines, and sines with the sign of their half."""
+    """The rotation at every position: cosines [max_length, D], and sines with the sign of their half.
+
+    One that goes by the sequence's length is no table, and is computed anew in each call.
+    """
 
     cos: Tensor
     sin: Tensor
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str | torch.device) -> None:
         super().__init__()
-        half = config.head_dim // 2
-        speed = config.rope_theta ** -(torch.arange(half, dtype=torch.float64, device="cpu") / half)
-        angle = torch.outer(torch.arange(config.max_length, dtype=torch.float64, device="cpu"), speed)
-        sin = angle.sin()
-        self.register_buffer("cos", angle.cos().repeat(1, 2).to(device, dtype), persistent=False)
-        self.register_buffer("sin", torch.cat((-sin, sin), -1).to(device, dtype), persistent=False)
+        speeds, rope = plain_speeds(config.rope_theta, config.head_dim), config.rope
+        self.gain = 1.0 if rope is None else rope.gain
+        self.by_length = rope if isinstance(rope, Dynamic | LongRope) else None
+        if isinstance(rope, Dynamic | LongRope):
+            self.rows = {torch.device("cpu"): rope.rows(speeds)}  # once a device
+        elif rope is not None:
+            speeds = rope.speeds(speeds, config.rope_theta)
+        length = 0 if self.by_length else config.max_length
+        angle = torch.outer(torch.arange(length, dtype=torch.float64, device="cpu"), speeds)
+        cos, sin = self._of(angle)
+        self.register_buffer("cos", cos.to(device, dtype), persistent=False)
+        self.register_buffer("sin", sin.to(device, dtype), persistent=False)
 
     def forward(self, where: Where) -> tuple[Tensor, Tensor]:
         """Cosines and sines [T, 1, D] or [B, T, 1, D], to be broadcast over heads."""
-        return self.cos[where].unsqueeze(-2), self.sin[where].unsqueeze(-2)
+        cos, sin = (self.cos[where], self.sin[where]) if self.by_length is None else self._computed(where)
+        return cos.unsqueeze(-2), sin.unsqueeze(-2)
+
+    def _of(self, angle: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [..., D] of angles [..., D/2]."""
+        sin = angle.sin() * self.gain
+        return (angle.cos() * self.gain).repeat(*[1] * (angle.ndim - 1), 2), torch.cat((-sin, sin), -1)
+
+    def _computed(self, where: Where) -> tuple[Tensor, Tensor]:
+        """[T, D] or [B, T, D], each row by the length of its own sequence. Nothing waits for the device."""
+        device = self.cos.device
+        if device not in self.rows:
+            wide = torch.float32 if device.type == "mps" else torch.float64
+            self.rows[device] = self.rows[torch.device("cpu")].to(device, wide)
+        rows = self.rows[device]  # [2, D/2]
+        if isinstance(where, slice):
+            where = torch.arange(where.start, where.stop, device=device)
+        assert self.by_length is not None
+        lengths = where.amax(-1, keepdim=True) + 1 if where.shape[-1] else where.new_ones(1)  # [1] or [B, 1]
+        speeds = self.by_length.speeds_at(rows, lengths)  # [D/2] or [B, D/2]
+        cos, sin = self._of(where.unsqueeze(-1) * speeds.unsqueeze(-2))
+        return cos.to(self.cos.dtype), sin.to(self.sin.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -291,7 +343,9 @@ def _fan_in(name: str, config: ModelConfig) -> int:
     """The terms that a weight's rows are summed over: one for a table, unless it is the head's too."""
     if name.startswith(("embedding", "position")):
         return config.width if config.tie_embeddings and name.startswith("embedding") else 1
-    return config.mlp_width if name.endswith("down.weight") else config.width
+    if ".out." in name:
+        return config.heads * config.head_dim
+    return config.mlp_width if ".down." in name else config.width
 
 
 def _check_ids(name: str, x: Tensor, device: torch.device | None) -> None:
