@@ -349,3 +349,47 @@ class AlwaysOneToken(Transformer):
         if cache is not None and tokens.shape[1] == 0:
             cache._settle(cache.length + 1)
         return logits
+
+
+@mutant(decoder, killed_by=DEFINITION)
+class WindowInEveryLayer(Transformer):
+    """The window holds in all layers."""
+
+    def __init__(self, *args: Any, **like: Any) -> None:
+        super().__init__(*args, **like)
+        for layer in self.layers:
+            layer.attention.window = self.config.window
+
+
+@mutant(decoder, killed_by=DEFINITION)
+class LastBiasForgotten(Transformer):
+    """The MLP's last bias is left out."""
+
+    def forward(self, *args: Any, **how: Any) -> Tensor:
+        for layer in self.layers:
+            layer.mlp.down.bias = None
+        return super().forward(*args, **how)
+
+
+@mutant(decoder, killed_by="test_model::test_a_seed_gives_the_same_weights_everywhere")
+class BiasesUnseeded(Transformer):
+    """Biases are whatever torch.nn makes."""
+
+    @classmethod
+    def seeded(
+        cls, config: ModelConfig, seed: int = 0, dtype: Any = torch.float32, device: Any = "cpu"
+    ) -> Any:
+        model = super().seeded(config, seed, dtype, device)
+        for name, weight in model.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.uniform_(weight.data)
+        return model
+
+
+@mutant(decoder, killed_by="test_model::test_the_weights_of_a_seed_are_those_of_the_committed_results")
+class AnotherSeed(Transformer):
+    """The generator is seeded with one more."""
+
+    @classmethod
+    def seeded(cls, config: ModelConfig, seed: int = 0, *how: Any, **like: Any) -> Any:
+        return super().seeded(config, seed + 1, *how, **like)
