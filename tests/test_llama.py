@@ -20,8 +20,9 @@ from perf_lab.model.load import converting, from_hugging_face, loading, reading
 from perf_lab.numerics import assert_close
 from perf_lab.pytest_plugin import implementations
 from perf_lab.quant import QuantizedLinear, quantize_
-from tests.test_kv_cache import refuses
-from tests.test_model import cuts, empty_cache, ids, seeds, within
+
+from .test_kv_cache import refuses
+from .test_model import cuts, empty_cache, ids, seeds, within
 
 transformers = pytest.importorskip("transformers", reason="needs the package transformers")
 from safetensors.torch import load_file, save_file  # noqa: E402  (transformers needs it too)

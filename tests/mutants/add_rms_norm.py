@@ -7,7 +7,8 @@ from torch import Tensor
 
 from perf_lab.add_rms_norm import add_rms_norm
 from perf_lab.library import operator
-from tests.mutants import mutant
+
+from . import mutant
 
 Pair = tuple[Tensor, Tensor]
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from perf_lab.decode import Decode, Slots
-from perf_lab.generate import generate, generation, pick, probabilities, sampling
+from perf_lab.generate import generate, generation
+from perf_lab.sampling import pick
 
 from . import mutant
 
@@ -94,14 +95,14 @@ def top_k_ignored(model: Any, prompt: Tensor, new: int, *, top_k: int | None = N
 @mutant(generation, killed_by=LAW)
 def one_number_for_all_rows(model: Any, prompt: Tensor, new: int, **how: Any) -> Tensor:
     """All rows use the first one's random number."""
-    with mock.patch("perf_lab.generate.pick", lambda p, uniform: pick(p, uniform[:1].expand_as(uniform))):
+    with mock.patch("perf_lab.sampling.pick", lambda p, uniform: pick(p, uniform[:1].expand_as(uniform))):
         return generate(model, prompt, new, **how)
 
 
 @mutant(generation, killed_by=LAW)
 def shifted_by_one(model: Any, prompt: Tensor, new: int, **how: Any) -> Tensor:
     """The token before the one in whose share the number lies."""
-    with mock.patch("perf_lab.generate.pick", lambda p, uniform: (pick(p, uniform) - 1).clamp(min=0)):
+    with mock.patch("perf_lab.sampling.pick", lambda p, uniform: (pick(p, uniform) - 1).clamp(min=0)):
         return generate(model, prompt, new, **how)
 
 
@@ -210,15 +211,15 @@ def threshold_at_zero(
 ) -> Tensor:
     """Only the temperature 0 itself is greedy: with the others 0 / temperature is NaN in the end."""
 
-    def law(logits: Tensor, temperature: float, top_k: int | None = None) -> Tensor:
+    def law(logits: Tensor, temperature: float, *rest: Any) -> Tensor:
         z = (logits.float() - logits.float().amax(-1, keepdim=True)) / torch.tensor(
             temperature, dtype=torch.float32
         )
         return torch.softmax(z, -1)
 
     with (
-        mock.patch("perf_lab.generate.GREEDY_BELOW", 5e-324),
-        mock.patch("perf_lab.generate.probabilities", law),
+        mock.patch("perf_lab.sampling.GREEDY_BELOW", 5e-324),
+        mock.patch("perf_lab.sampling.probabilities", law),
     ):
         return generate(model, prompt, new, temperature=temperature, **how)
 
@@ -341,35 +342,3 @@ def steps_go_on_after_eos(model: Any, prompt: Tensor, new: int, **how: Any) -> T
         )
 
     return through_decode(_advance=endless)(model, prompt, new, **how)
-
-
-@mutant(sampling, killed_by="test_generate::test_probabilities_are_the_softmax_of_the_kept_logits")
-def unshifted(logits: Tensor, temperature: float, top_k: int | None = None) -> Tensor:
-    """The logits are divided before the largest is subtracted."""
-    return probabilities(logits / temperature, 1.0, top_k)
-
-
-@mutant(sampling, killed_by="test_generate::test_probabilities_are_the_softmax_of_the_kept_logits")
-def not_renormalized(logits: Tensor, temperature: float, top_k: int | None = None) -> Tensor:
-    """What top_k drops is missing from the sum."""
-    return probabilities(logits, temperature) * (probabilities(logits, temperature, top_k) > 0)
-
-
-@mutant(sampling, killed_by="test_generate::test_top_k_keeps_exactly_k_and_of_equal_logits_the_lower_ids")
-def all_ties_kept(logits: Tensor, temperature: float, top_k: int | None = None) -> Tensor:
-    """All logits that equal the k-th largest are kept."""
-    if top_k is not None:
-        logits = logits.masked_fill(logits < logits.topk(top_k, -1).values[..., -1:], -math.inf)
-    return probabilities(logits, temperature)
-
-
-@mutant(sampling, killed_by="test_generate::test_top_k_keeps_exactly_k_and_of_equal_logits_the_lower_ids")
-def higher_ids_kept(logits: Tensor, temperature: float, top_k: int | None = None) -> Tensor:
-    """Of equal logits the higher ids are kept."""
-    return probabilities(logits.flip(-1), temperature, top_k).flip(-1)
-
-
-@mutant(sampling, killed_by="test_generate::test_half_precision_logits_lose_nothing_more")
-def rounded_to_the_logits(logits: Tensor, temperature: float, top_k: int | None = None) -> Tensor:
-    """The division rounds to the dtype of the logits."""
-    return probabilities(logits / temperature, 1.0, top_k)

@@ -12,7 +12,8 @@ from perf_lab.model import Transformer
 from perf_lab.model import load as right
 from perf_lab.model.load import converting, from_hugging_face, loading, reading
 from perf_lab.model.rope import Dynamic, LongRope, Yarn
-from tests.mutants import mutant
+
+from . import mutant
 
 LOGITS = "test_llama::test_the_logits_are_those_of_transformers"
 SPLIT = "test_llama::test_any_split_gives_the_logits_that_it_gives_transformers"

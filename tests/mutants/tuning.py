@@ -10,7 +10,8 @@ from perf_lab import tuning
 from perf_lab.measure import tune
 from perf_lab.tuning import Config, Entry, Key, Tunable
 from tests import test_tuning
-from tests.mutants import mutant
+
+from . import mutant
 
 Read = Callable[[Config], Any]
 reader, cutter, chooser = test_tuning.reader, test_tuning.cutter, test_tuning.chooser
