@@ -4,15 +4,15 @@ probabilities(logits, temperature, top_k, top_p, min_p, repetition_penalty, seen
 the next token from logits [..., V]. The steps, in the order of transformers' generate:
 
 repetition_penalty  > 0: the logit of a token that was seen is divided by it where it is above 0, and
-                    multiplied elsewhere. seen: [..., V] bool, the ids of the sequence so far. 1 changes nothing.
+                    multiplied elsewhere. seen: [..., V] bool, the ids so far. 1 changes nothing.
 temperature         the logits are divided by it; >= GREEDY_BELOW here. Below that the law is its limit, all
                     on the largest logit, the lowest id of equal ones: that takes no sampling, see `Sampling`.
 top_k               >= 1: exactly the k largest stay, of equal ones the lower ids. (transformers keeps every
                     token that equals the k-th.)
 top_p               0 to 1: a token stays when the mass of those before it, in the order of falling logits
-                    and, among equal ones, of rising ids, is below top_p; the mass is of what top_k left. So it
-                    is the least set of that order whose mass reaches top_p. The first token always stays, for
-                    0 too; 1 drops nothing.
+                    and, among equal ones, of rising ids, is below top_p; the mass is of what top_k left. So
+                    it is the least set of that order whose mass reaches top_p. The first token always stays,
+                    for 0 too; 1 drops nothing.
 min_p               0 to 1: a token stays when its probability is at least min_p times the largest. Of what is
                     left, so that the largest always stays; 0 drops nothing, 1 keeps what equals the largest.
 
@@ -116,8 +116,8 @@ def probabilities(
 ) -> Tensor:
     """The law [..., V] of the next token, in float32 at the least, from logits [..., V].
 
-    The module's docstring is the contract. The largest logit is subtracted before the division, so that 0 / temperature is what the largest becomes
-    and nothing overflows to NaN. Nothing waits for the device.
+    The module's docstring is the contract. The largest logit is subtracted before the division, so that
+    0 / temperature is what the largest becomes and nothing overflows to NaN. Nothing waits for the device.
     """
     logits = penalized(logits, repetition_penalty, seen)
     z = (logits - logits.amax(-1, keepdim=True)) / temperature  # [..., V], the largest is 0
