@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from perf_lab.generate import generation
+from perf_lab.generate import generate, generation, stream
 from perf_lab.model import ModelConfig, decoder, oracle
 from perf_lab.numerics import eps
-from perf_lab.pytest_plugin import implementations
-from perf_lab.sampling import GREEDY_BELOW, sampling
+from perf_lab.pytest_plugin import implementations, on_devices
+from perf_lab.sampling import GREEDY_BELOW, sampling, seen_ids
 
 from .test_kv_cache import refuses, takes
 from .test_model import BARS, SMALL, build, configs, dtypes, empty_cache, ids, seeds
@@ -59,19 +59,41 @@ def test_greedy_tokens_have_the_largest_logits(device, impl, config, seed, given
     new=st.integers(1, 8),
     temperature=st.floats(0.1, 5),
     top_k=st.none() | st.integers(1, 19),
+    top_p=st.none() | st.floats(0.05, 0.95),
+    min_p=st.none() | st.floats(0.01, 0.5),
+    penalty=st.none() | st.floats(0.5, 2.0),
 )
-def test_sampled_tokens_are_those_of_the_law(device, impl, config, seed, given, new, temperature, top_k):
+def test_sampled_tokens_are_those_of_the_law(
+    device, impl, config, seed, given, new, temperature, top_k, top_p, min_p, penalty
+):
     model, prompt = small(config, seed, device), ids(config, (2, given), seed, device)
-    result = impl(model, prompt, new, temperature=temperature, top_k=top_k, generator=random(seed)).cpu()
+    how = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": penalty}
+    result = impl(model, prompt, new, temperature=temperature, generator=random(seed), **how).cpu()
     uniform = torch.rand(new, 2, 1, generator=random(seed)).double()
     for row, tokens in enumerate(result):
         logits = oracle(config, model.state_dict(), tokens[:-1])[given - 1 :]
-        slack = slack_of(model, logits, temperature)
-        edges = sampling.oracle(logits, temperature, top_k).cumsum(1)  # [new, V]
-        upper = edges.gather(1, tokens[given:, None])
-        lower = (edges - sampling.oracle(logits, temperature, top_k)).gather(1, tokens[given:, None])
+        slack = slack_of(model, logits, temperature / max(penalty or 1, 1 / (penalty or 1)))
+        seen = torch.cat([seen_ids(tokens[None, :end], 19) for end in range(given, given + new)])
+        p = sampling.oracle(logits, temperature, **how, seen=seen)  # [new, V]
+        upper = p.cumsum(1).gather(1, tokens[given:, None])
+        lower = upper - p.gather(1, tokens[given:, None])
         assert (upper - lower > 0).all(), "a token of probability 0"
         assert ((lower - slack <= uniform[:, row]) & (uniform[:, row] <= upper + slack)).all()
+
+
+@implementations(generation)
+@given(config=configs(), seed=seeds, lengths=st.lists(prompts, min_size=1, max_size=3), new=budgets)
+def test_a_penalty_counts_for_greedy_too_and_sees_no_padding(device, impl, config, seed, lengths, new):
+    model, prompt = small(config, seed, device), ids(config, (len(lengths), max(lengths)), seed, device)
+    result = impl(model, prompt, new, lengths=lengths, repetition_penalty=1e4).cpu()
+    for row, length in zip(result, lengths, strict=True):
+        row = row[max(lengths) - length :]
+        logits = oracle(config, model.state_dict(), row[:-1])
+        for at in range(length, length + new):
+            best = logits[at - 1].clone()
+            used = row[:at].unique()
+            best[used] = torch.where(best[used] > 0, best[used] / 1e4, best[used] * 1e4)
+            assert best[row[at]] >= best.max() - 1e4 * 2 * BARS[torch.float64] * logits.abs().max()
 
 
 @implementations(generation)
@@ -161,6 +183,50 @@ def test_the_same_seed_gives_the_same_tokens_and_another_others(device, impl, se
     assert not torch.equal(first, other)  # 24 tokens of 19 kinds
 
 
+@on_devices()
+@given(
+    config=configs(),
+    seed=seeds,
+    batch=st.integers(1, 3),
+    new=budgets,
+    temperature=temperatures,
+    eos=st.none() | st.integers(0, 18),
+)
+def test_a_stream_gives_the_new_tokens_of_generate_one_by_one(
+    device, config, seed, batch, new, temperature, eos
+):
+    model, prompt = small(config, seed, device), ids(config, (batch, 3), seed, device)
+    how = {"temperature": temperature, "top_p": 0.9, "eos": eos}
+    should_be = generate(model, prompt, new, generator=random(seed), **how)[:, 3:]
+    streamed = list(stream(model, prompt, new, generator=random(seed), **how))
+    assert [tokens.tolist() for tokens in streamed] == should_be.T.tolist()
+
+
+@on_devices()
+@given(seed=seeds, new=st.integers(1, 8), data=st.data())
+def test_a_stream_computes_no_more_than_what_was_taken(device, seed, new, data):
+    model, prompt = small(SMALL, 0, device), ids(SMALL, (1, 4), seed, device)
+    cache = empty_cache(model, 1, 12)
+    tokens = stream(model, prompt, new, cache=cache)
+    assert cache.length == 0
+    for taken in range(data.draw(st.integers(0, new), label="taken")):
+        next(tokens)
+        assert cache.length == 4 + taken
+
+
+@on_devices()
+@given(new=budgets, eos=st.none() | st.integers(0, 18))
+def test_progress_is_told_after_every_token(device, new, eos):
+    model, prompt, told = small(SMALL, 0, device), ids(SMALL, (2, 4), 0, device), []
+    result = generate(model, prompt, new, eos=eos, progress=lambda *at: told.append(at))
+    assert told == [(n + 1, new) for n in range(result.shape[1] - 4)]
+
+
+def test_a_stream_refuses_at_the_call():
+    with refuses(ValueError, naming="top_p"):
+        stream(small(SMALL, 0, "cpu"), ids(SMALL, (1, 4), 0, "cpu"), 3, top_p=2.0)
+
+
 @implementations(generation)
 @given(bad=st.deferred(lambda: st.sampled_from(sorted(REFUSED))))
 def test_a_refused_call_leaves_the_cache_as_it_was(device, impl, bad):
@@ -224,6 +290,9 @@ REFUSED: dict[str, Any] = {
     "negative temperature": _change("temperature", temperature=-1.0),
     "infinite temperature": _change("temperature", temperature=math.inf),
     "temperature of no number": _change("temperature", temperature=math.nan),
+    "top_p of more than all": _change("top_p", top_p=1.5),
+    "negative min_p": _change("min_p", min_p=-0.5),
+    "repetition_penalty of zero": _change("repetition_penalty", repetition_penalty=0.0),
     "top_k of none": _change("top_k", top_k=0),
     "top_k of more than there are": _change("top_k", top_k=20),
     "eos past the vocabulary": _change("eos", eos=19),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from perf_lab.decode import Decode, Slots
 from perf_lab.generate import generate, generation
-from perf_lab.sampling import pick
+from perf_lab.sampling import penalized, pick, seen_ids
 
 from . import mutant
 
@@ -90,6 +90,63 @@ def temperature_multiplies(
 def top_k_ignored(model: Any, prompt: Tensor, new: int, *, top_k: int | None = None, **how: Any) -> Tensor:
     """All tokens may be drawn."""
     return generate(model, prompt, new, **how)
+
+
+@mutant(generation, killed_by=LAW)
+def top_p_ignored(model: Any, prompt: Tensor, new: int, *, top_p: float | None = None, **how: Any) -> Tensor:
+    """The mass that may be drawn is all of it."""
+    return generate(model, prompt, new, **how)
+
+
+@mutant(generation, killed_by=LAW)
+def top_p_is_min_p(
+    model: Any, prompt: Tensor, new: int, *, top_p: Any = None, min_p: Any = None, **how: Any
+) -> Tensor:
+    """The two are taken for each other."""
+    return generate(model, prompt, new, top_p=min_p, min_p=top_p, **how)
+
+
+@mutant(generation, killed_by=LAW)
+def penalty_sees_the_prompt_alone(
+    model: Any, prompt: Tensor, new: int, *, repetition_penalty: float | None = None, **how: Any
+) -> Tensor:
+    """The tokens that were generated are not penalized."""
+
+    def change(model: Any, tokens: Tensor, cache: Any, **rest: Any) -> Tensor:
+        logits = model(tokens, cache, **rest)
+        return penalized(logits, repetition_penalty, seen_ids(prompt, logits.shape[-1])[:, None])
+
+    return generate(Through(model, change), prompt, new, **how)
+
+
+@mutant(generation, killed_by="test_generate::test_a_penalty_counts_for_greedy_too_and_sees_no_padding")
+def penalty_sees_padding(
+    model: Any,
+    prompt: Tensor,
+    new: int,
+    *,
+    lengths: Any = None,
+    repetition_penalty: float | None = None,
+    **how: Any,
+) -> Tensor:
+    """The ids that pad a row are penalized."""
+    with mock.patch("perf_lab.sampling.seen_ids", lambda tokens, v, pads=None: seen_ids(tokens, v)):
+        return generate(model, prompt, new, lengths=lengths, repetition_penalty=repetition_penalty, **how)
+
+
+@mutant(generation, killed_by="test_generate::test_a_penalty_counts_for_greedy_too_and_sees_no_padding")
+def penalty_only_for_samples(
+    model: Any,
+    prompt: Tensor,
+    new: int,
+    *,
+    temperature: float = 0.0,
+    repetition_penalty: float | None = None,
+    **how: Any,
+) -> Tensor:
+    """Greedy decoding pays no penalty."""
+    penalty = repetition_penalty if temperature else None
+    return generate(model, prompt, new, temperature=temperature, repetition_penalty=penalty, **how)
 
 
 @mutant(generation, killed_by=LAW)
