@@ -30,7 +30,7 @@ The model is given T + n - 1 tokens at most, so that must fit in its max_length 
 """
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
@@ -88,7 +88,7 @@ def stream(
     eos: int | None = None,
     lengths: Sequence[int] | Tensor | None = None,
     graph: bool | None = None,
-) -> Iterator[Tensor]:
+) -> Generator[Tensor, None, None]:
     """The new tokens of `generate`, one [B] after another, each as soon as its step is queued.
 
     Nothing waits for the device but what reads a token, and eos. Raises as `generate` does, at the call and
@@ -100,7 +100,7 @@ def stream(
     return _columns(tokens, steps)
 
 
-def _columns(tokens: Tensor, steps: Generator[int, None, None]) -> Iterator[Tensor]:
+def _columns(tokens: Tensor, steps: Generator[int, None, None]) -> Generator[Tensor, None, None]:
     with contextlib.closing(steps):
         for at in steps:
             yield tokens[:, at]

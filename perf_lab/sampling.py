@@ -39,9 +39,6 @@ GREEDY_BELOW = torch.finfo(torch.float32).tiny
 """1.2e-38: the least temperature whose reciprocal is finite, in every dtype from bfloat16 on.
 Down to it, a sample is a sample; below, it is its limit."""
 
-Source = Callable[[int, int], Tensor]
-"""(rows, count) -> numbers in [0, 1), [rows, count]: a generator's, or what a test puts in its place."""
-
 
 def law(
     logits: Tensor,

@@ -206,12 +206,13 @@ def test_a_stream_gives_the_new_tokens_of_generate_one_by_one(
 @given(seed=seeds, new=st.integers(1, 8), data=st.data())
 def test_a_stream_computes_no_more_than_what_was_taken(device, seed, new, data):
     model, prompt = small(SMALL, 0, device), ids(SMALL, (1, 4), seed, device)
-    cache = empty_cache(model, 1, 12)
-    tokens = stream(model, prompt, new, cache=cache)
+    cache, taken = empty_cache(model, 1, 12), data.draw(st.integers(0, new), label="taken")
+    tokens = stream(model, prompt, new, cache=cache, graph=data.draw(st.booleans(), label="graph"))
     assert cache.length == 0
-    for taken in range(data.draw(st.integers(0, new), label="taken")):
+    for _ in range(taken):
         next(tokens)
-        assert cache.length == 4 + taken
+    tokens.close()
+    assert cache.length == (3 + taken if taken else 0)
 
 
 @on_devices()
