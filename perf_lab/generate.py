@@ -199,7 +199,7 @@ def _check(
     low, high = (int(x) for x in torch.stack(prompt.aminmax()))
     if low < 0 or high >= config.vocab_size:
         raise ValueError(f"prompt: got ids from {low} to {high}, accepted are 0 to {config.vocab_size - 1}")
-    return None if lengths is None else _pads(prompt, lengths)
+    return None if lengths is None else left_padding(prompt, lengths)
 
 
 def _check_room(given: int, new: int, max_length: int, cache: Any) -> None:
@@ -230,7 +230,8 @@ def _check_int(name: str, got: int, least: int, most: int | None) -> None:
         )
 
 
-def _pads(prompt: Tensor, lengths: Sequence[int] | Tensor) -> Tensor:
+def left_padding(prompt: Tensor, lengths: Sequence[int] | Tensor) -> Tensor:
+    """The left padding [B] of prompts [B, T] of so many tokens a row. Raises ValueError naming `lengths`."""
     batch, given = prompt.shape
     rows = torch.as_tensor(lengths)
     if rows.dtype != torch.int64 or rows.shape != (batch,):

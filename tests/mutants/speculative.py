@@ -95,6 +95,7 @@ def wrong(killed_by: str) -> Callable[[type[Loop]], type[Loop]]:
             return loop.call(*args, **kwargs)
 
         call.__name__, call.__doc__ = loop.__name__, loop.__doc__
+        call.of_the_loop = True
         mutant(speculative, f"test_speculative::{killed_by}")(call)
         return loop
 
