@@ -22,7 +22,8 @@ from perf_lab.speculative import (
     speculative,
     speculative_generate,
 )
-from tests.test_speculative import assert_equal, assert_tokens, exact
+
+from .test_speculative import assert_equal, assert_tokens, exact
 
 VOCAB = 5
 seeds = st.integers(0, 20)

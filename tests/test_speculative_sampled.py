@@ -26,7 +26,8 @@ from perf_lab.op import Implementation
 from perf_lab.pytest_plugin import implementations
 from perf_lab.sampling import Sampling, law
 from perf_lab.speculative import ModelDraft, Proposal, acceptance, speculative
-from tests.mutants.speculative_sampled import Rule
+
+from .mutants.speculative_sampled import Rule
 
 seeds = st.integers(0, 2**16)
 Sequence = tuple[int, ...]

@@ -11,7 +11,8 @@ from perf_lab.sampling import Sampling, pick
 from perf_lab.speculative import Proposal, Result, acceptance, speculative
 from perf_lab.speculative.draft_verify import draft_verify
 from perf_lab.speculative.model_draft import ModelDraft
-from tests.mutants import mutant
+
+from . import mutant
 
 ROUND = "test_speculative_sampled::test_a_round_gives_exactly_the_law_of_the_target"
 WHOLE = "test_speculative_sampled::test_what_comes_out_has_exactly_the_law_of_the_target"
