@@ -22,7 +22,7 @@ STEPS_BEFORE_RECORDING = 1  # runs that warm up what a graph may not: libraries'
 
 def can_step(model: Any, cache: Any) -> bool:
     """Whether model and cache have what a `Decode` needs."""
-    return hasattr(model, "step") and hasattr(cache, "write")
+    return hasattr(model, "step") and hasattr(cache, "memory")
 
 
 class Decode:
@@ -100,7 +100,16 @@ class Slots:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None, mask: Tensor | None
     ) -> Tensor:
         """Attention of q [B, H, 1, D] over the tokens held and the new one, k and v [B, Hkv, 1, D]."""
-        keys, values = self.cache.write(layer, k, v, self.at)  # [B, Hkv, capacity, D]
+        self.cache.write(layer, k, v, self.at)
+        return self.look(layer, q, window=window, mask=mask)
+
+    def memory(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Where the layer's keys and values lie, [B, Hkv, capacity, D]."""
+        return self.cache.memory(layer)
+
+    def look(self, layer: int, q: Tensor, *, window: int | None, mask: Tensor | None) -> Tensor:
+        """Attention of q [B, H, 1, D] over what has been stored, the new token's slot included."""
+        keys, values = self.memory(layer)
         return self.attention(q, keys, values, causal=True, window=window, mask=mask, lengths=self.seen)
 
 

@@ -21,6 +21,7 @@ A caller that keeps the length on the device (a decode step in a CUDA graph) use
 
 write(layer, k, v, at)  puts T tokens into the slots `at` [T] of one layer, a tensor on the device, and gives
                      all of its memory, [B, Hkv, capacity, D]. Nothing is pending, nothing committed.
+memory(layer)        gives that memory without writing, for kernels that write by themselves.
 advance(n)           commits the n slots after the committed ones, which `write` has filled in every layer.
 
 memory   2 * layers * batch * kv_heads * capacity * head_dim elements (`nbytes`), all taken at the start.

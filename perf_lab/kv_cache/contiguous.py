@@ -91,10 +91,16 @@ class ContiguousCache:
                 f"at: got {at.dtype} {tuple(at.shape)} on {at.device}, accepted is torch.int64 "
                 f"({k.shape[2]},) on {self._k.device}"
             )
-        keys, values = self._k[layer], self._v[layer]  # [B, Hkv, capacity, D]
+        keys, values = self.memory(layer)
         keys.index_copy_(2, at, k)
         values.index_copy_(2, at, v)
         return keys, values
+
+    def memory(self, layer: int) -> tuple[Tensor, Tensor]:
+        """All keys and values of a layer, [B, Hkv, capacity, D], for a kernel that writes by itself what
+        `advance` then commits.
+        """
+        return self._k[layer], self._v[layer]
 
     def advance(self, n: int) -> None:
         """Commit the n slots after the committed tokens, filled by `write` in every layer.

@@ -14,6 +14,7 @@ from perf_lab.attention import attention
 from perf_lab.kv_cache import ContiguousCache
 from perf_lab.model import ModelConfig, decoder
 from perf_lab.model.rope import Dynamic, LongRope, plain_speeds
+from perf_lab.model.step import decode_step, fuses
 
 Where = slice | Tensor  # positions: a slice of the tables (a view, no kernel), or [T] or [B, T] int64
 
@@ -94,21 +95,18 @@ class Transformer(nn.Module):
         self._check(tokens, cache, positions, pads, start)
         where = self._where(start, tokens.shape[1], pads) if positions is None else positions
         mask = None if pads is None else visible(pads, start + tokens.shape[1])
-        x = self._hidden(tokens, cache, where, mask)
+        x = self.hidden(tokens, cache, where, mask)
         if cache is not None:
             cache.commit(tokens.shape[1])
         return self.head(self.norm(x[:, -1:] if last_only else x))
 
     def step(self, tokens: Tensor, slots: Any, positions: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Logits [B, 1, V] of one token a row, [B, 1], in a form that a CUDA graph can hold: nothing is
-        checked, nothing read by the host. `slots` takes the place of the cache: its `attend(layer, q, k, v,
-        window=, mask=)` adds k and v [B, Hkv, 1, D] to what it holds, and gives the attention of q over all
-        of it. positions [1] or [B, 1]; mask as the op `attention` takes it, over what `slots` holds.
-        """
-        return self.head(self.norm(self._hidden(tokens, slots, positions, mask)))
+        """Logits [B, 1, V] of one token a row, as a CUDA graph can hold it: see perf_lab.model.step."""
+        chosen = "fused" if fuses(slots, self.embedding.weight) else "plain"
+        return decode_step[chosen].fn(self, tokens, slots, positions, mask)
 
-    def _hidden(self, tokens: Tensor, cache: Any, where: Where, mask: Tensor | None) -> Tensor:
-        """What the last layer gives, [B, T, W]."""
+    def hidden(self, tokens: Tensor, cache: Any, where: Where, mask: Tensor | None) -> Tensor:
+        """What the last layer gives, [B, T, W]; `forward` without its checks, norm and head."""
         x = self.embedding(tokens)  # [B, T, W]
         if self.position is not None:
             x = x + self.position.weight[where]
