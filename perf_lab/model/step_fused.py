@@ -49,7 +49,7 @@ def _add_norm(delta: Tensor, x: Tensor, norm: nn.RMSNorm) -> tuple[Tensor, Tenso
     return add_rms_norm["triton"].fn(delta, x, norm.weight, norm.eps)
 
 
-def _mlp(mlp: nn.Module, y: Tensor) -> Tensor:
+def _mlp(mlp: Any, y: Tensor) -> Tensor:
     return mlp.down(silu_product(mlp.gate_up(y))) if hasattr(mlp, "gate_up") else mlp(y)
 
 
