@@ -28,44 +28,57 @@ def can_step(model: Any, cache: Any) -> bool:
 class Decode:
     """Steps over a preallocated cache, each computing one token of every row and choosing the next.
 
-    tokens [B, C] int64 holds the sequences; the columns up to cache.length are filled. A step gives the
-    model the column cache.length, and writes the tokens that follow into the next one; with `eos`, a row that
-    has `ended` [B] gets nothing else. Steps are counted from `step`, the number that `choose` gets first.
-    `keep` commits to the cache what was computed: until then it does not know of it.
+    `tokens` [B, capacity + 1] int64 holds the sequences. `begin` says how many columns of it the cache holds.
+    A step gives the model the next column, and writes the tokens that follow into the one after; with `eos`,
+    a row that has ended gets nothing else. `keep` commits to the cache what was computed: until then it does
+    not know of it. After that another sequence may begin.
     """
 
     def __init__(
         self,
         model: Any,
         cache: Any,
-        tokens: Tensor,
         choose: Choose,
         *,
-        step: int = 0,
         pads: Tensor | None = None,
         eos: int | None = None,
-        ended: Tensor | None = None,
     ) -> None:
-        self.model, self.cache, self.tokens, self.choose = model, cache, tokens, choose
-        self.pads, self.eos, self.ended = pads, eos, ended
-        like: dict[str, Any] = {"dtype": torch.int64, "device": tokens.device}
-        self.slots = Slots(cache, torch.full((1,), cache.length, **like))
-        self.step = torch.full((1,), step, **like)
+        self.model, self.cache, self.choose = model, cache, choose
+        self.pads, self.eos = pads, eos
+        like: dict[str, Any] = {"dtype": torch.int64, "device": cache.device}
+        self.tokens = torch.zeros(cache.batch, cache.capacity + 1, **like)
+        self.ended = torch.zeros(cache.batch, dtype=torch.bool, device=cache.device)
+        self.slots = Slots(cache, torch.zeros(1, **like))
+        self.step = torch.zeros(1, **like)
         self.mask = (
             None if pads is None else (torch.arange(cache.capacity, **like) >= pads[:, None])[:, None, None]
         )
-        self.done = 0
+        self.done = self.warm = 0
         self.graph: torch.cuda.CUDAGraph | None = None
+
+    def serves(self, model: Any, eos: int | None) -> bool:
+        """Whether a greedy call with these arguments, without padding, has this step; it is one too."""
+        return model is self.model and eos == self.eos
+
+    def begin(self, held: int, step: int, ended: Tensor) -> Tensor:
+        """Go on after `held` columns; `choose` gets the numbers from `step` on. Rows of `ended` [B] get eos
+        only; gives the tensor in which they are marked from now on.
+        """
+        self.slots.at.fill_(held)
+        self.step.fill_(step)
+        self.ended.copy_(ended)
+        return self.ended
 
     def __call__(self) -> None:
         """One more token in every row."""
         if self.graph is not None:
             self.graph.replay()
-        elif self.tokens.is_cuda and self.done >= STEPS_BEFORE_RECORDING:
+        elif self.tokens.is_cuda and self.warm >= STEPS_BEFORE_RECORDING:
             self.graph = record(self._advance)
             self.graph.replay()
         else:
             self._advance()
+            self.warm += 1
         self.done += 1
 
     def keep(self) -> None:
@@ -80,7 +93,7 @@ class Decode:
         self.slots.seen = (at + 1).expand(len(now))
         logits = self.model.step(now, self.slots, positions, self.mask)[:, -1]  # [B, V]
         chosen = self.choose(self.step, logits)
-        if self.eos is not None and self.ended is not None:
+        if self.eos is not None:
             chosen = chosen.masked_fill(self.ended, self.eos)
             self.ended |= chosen == self.eos
         at += 1

@@ -22,7 +22,8 @@ progress     called with (new tokens so far, max_new_tokens) after each, as soon
 
 graph        None: after the prompt the decode step runs from a CUDA graph (perf_lab.decode), where device,
              model and cache can; False: it never does; True: the same step wherever model and cache can,
-             recorded on a CUDA device and run as it is elsewhere.
+             recorded on a CUDA device and run as it is elsewhere. A cache that is given keeps a greedy
+             step's graph, so that the next call on it need not record again; it then holds the model too.
 
 stream(...), with the same arguments but progress, gives the new tokens [B] one after another.
 
@@ -70,7 +71,7 @@ def generate(
     for last in steps:
         if progress is not None:
             progress(last + 1 - prompt.shape[1], max_new_tokens)
-    return tokens[:, : last + 1]
+    return tokens[:, : last + 1].clone()
 
 
 def stream(
@@ -103,7 +104,7 @@ def stream(
 def _columns(tokens: Tensor, steps: Generator[int, None, None]) -> Generator[Tensor, None, None]:
     with contextlib.closing(steps):
         for at in steps:
-            yield tokens[:, at]
+            yield tokens[:, at].clone()
 
 
 def _begin(
@@ -123,8 +124,24 @@ def _begin(
     kv = model.new_cache(batch, max(0, end - 1)) if cache is True else None if cache is False else cache
     choose = Chooser(how, prompt, max_new_tokens, model.config.vocab_size, generator, pads)
     tokens = torch.cat((prompt, prompt.new_empty(batch, max_new_tokens)), 1)  # [B, T + max_new_tokens]
-    recorded = (prompt.is_cuda if graph is None else graph) and can_step(model, kv)
-    return tokens, _steps(model, tokens, prompt.shape[1], kv, choose, eos, pads, recorded)
+    decode = None
+    if kv is not None and (prompt.is_cuda if graph is None else graph) and can_step(model, kv):
+        decode = _decode(model, kv, choose, eos, pads, lasts=cache is not True)
+        decode.tokens[:, : prompt.shape[1]] = prompt
+        tokens = decode.tokens[:, :end]
+    return tokens, _steps(model, tokens, prompt.shape[1], kv, choose, eos, pads, decode)
+
+
+def _decode(
+    model: Any, kv: Any, choose: Chooser, eos: int | None, pads: Tensor | None, lasts: bool
+) -> Decode:
+    """The step over this cache: the one that it keeps of an earlier call, where it lasts and that serves."""
+    if not (lasts and pads is None and choose.how.greedy and choose.seen is None):
+        return Decode(model, kv, choose, pads=pads, eos=eos)
+    kept = getattr(kv, "recorded", None)
+    if kept is None or not kept.serves(model, eos):
+        kept = kv.recorded = Decode(model, kv, choose, eos=eos)
+    return kept
 
 
 @torch.no_grad()
@@ -136,14 +153,13 @@ def _steps(
     choose: Chooser,
     eos: int | None,
     pads: Tensor | None,
-    recorded: bool,
+    decode: Decode | None,
 ) -> Generator[int, None, None]:
     """Fill tokens [B, T + n] from column `given` on; gives each column when it is filled, ends with eos."""
     ended = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
-    decode: Decode | None = None
     try:
         for at in range(given, tokens.shape[1]):
-            if decode is not None:
+            if decode is not None and at > given:
                 decode()
             else:
                 known = 0 if kv is None else kv.length
@@ -152,8 +168,8 @@ def _steps(
                 if eos is not None:
                     tokens[:, at].masked_fill_(ended, eos)
                     ended |= tokens[:, at] == eos
-                if recorded:
-                    decode = Decode(model, kv, tokens, choose, step=1, pads=pads, eos=eos, ended=ended)
+                if decode is not None:
+                    ended = decode.begin(kv.length, 1, ended)
             yield at
             if eos is not None and bool(ended.all()):
                 return
@@ -195,14 +211,14 @@ def _check(
         _check_int("top_k", top_k, 1, config.vocab_size)
     if eos is not None:
         _check_int("eos", eos, 0, config.vocab_size - 1)
-    _check_room(prompt.shape[1], max_new_tokens, config.max_length, cache)
+    _check_room(prompt.shape[0], prompt.shape[1], max_new_tokens, config.max_length, cache)
     low, high = (int(x) for x in torch.stack(prompt.aminmax()))
     if low < 0 or high >= config.vocab_size:
         raise ValueError(f"prompt: got ids from {low} to {high}, accepted are 0 to {config.vocab_size - 1}")
     return None if lengths is None else left_padding(prompt, lengths)
 
 
-def _check_room(given: int, new: int, max_length: int, cache: Any) -> None:
+def _check_room(batch: int, given: int, new: int, max_length: int, cache: Any) -> None:
     steps = given + new - 1
     if new and steps > max_length:
         raise ValueError(
@@ -213,6 +229,8 @@ def _check_room(given: int, new: int, max_length: int, cache: Any) -> None:
         return
     if not hasattr(cache, "append"):
         raise TypeError(f"cache: got {type(cache).__name__}, accepted are True, False and a cache")
+    if cache.batch != batch:
+        raise ValueError(f"cache: got one of batch {cache.batch}, accepted is the prompt's {batch}")
     if new and cache.length >= given:
         raise ValueError(
             f"cache: got one of {cache.length} tokens, accepted are fewer than the prompt's {given}"

@@ -149,12 +149,13 @@ def test_the_result_is_the_prompt_and_the_new_tokens(
 @given(config=configs(), seed=seeds, given=prompts, new=budgets, data=st.data())
 def test_a_cache_that_is_given_is_used_and_grows_by_what_is_new(device, impl, config, seed, given, new, data):
     known = data.draw(st.integers(0, given - 1), label="known")
-    model, prompt = small(config, seed, device), ids(config, (1, given), seed, device)
-    cache = empty_cache(model, 1, given + new)
-    model(prompt[:, :known], cache)
-    should_be = impl(model, prompt, new, cache=False)
-    for _turn in range(3):
-        cache.truncate(known)
+    model, cache = small(config, seed, device), None
+    for turn in range(3):
+        prompt = ids(config, (1, given), seed + turn, device)
+        cache = cache or empty_cache(model, 1, given + new)
+        cache.truncate(0)
+        model(prompt[:, :known], cache)
+        should_be = impl(model, prompt, new, cache=False)
         assert torch.equal(impl(model, prompt, new, cache=cache), should_be)
         assert cache.length == (given + new - 1 if new else known)
 

@@ -1,5 +1,7 @@
 """The cache as one preallocated block of memory a layer: appending is one copy, reading is a slice."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -42,6 +44,7 @@ class ContiguousCache:
         self._v = torch.empty(shape, dtype=dtype, device=device)
         self._length = 0
         self._pending = [0] * layers  # tokens, by layer
+        self.recorded: Any = None  # a decode step over this memory, for those who use it again
 
     @property
     def length(self) -> int:

@@ -350,6 +350,18 @@ def steps_not_kept(model: Any, prompt: Tensor, new: int, **how: Any) -> Tensor:
     return through_decode(keep=lambda self: None)(model, prompt, new, **how)
 
 
+@mutant(generation, killed_by=GIVEN)
+def kept_step_goes_on_where_it_ended(model: Any, prompt: Tensor, new: int, **how: Any) -> Tensor:
+    """A step that is used again does not begin at the new sequence."""
+    begin = Decode.begin
+
+    def once(self: Decode, held: int, step: int, ended: Tensor) -> Tensor:
+        begun, self.begun = getattr(self, "begun", False), True
+        return self.ended if begun else begin(self, held, step, ended)
+
+    return through_decode(begin=once)(model, prompt, new, **how)
+
+
 @mutant(generation, killed_by=LAW)
 def one_number_for_all_steps(model: Any, prompt: Tensor, new: int, **how: Any) -> Tensor:
     """The recorded step draws the first step's number again and again."""
