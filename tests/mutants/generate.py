@@ -351,15 +351,15 @@ def steps_not_kept(model: Any, prompt: Tensor, new: int, **how: Any) -> Tensor:
 
 
 @mutant(generation, killed_by=GIVEN)
-def kept_step_goes_on_where_it_ended(model: Any, prompt: Tensor, new: int, **how: Any) -> Tensor:
-    """A step that is used again does not begin at the new sequence."""
+def kept_step_begins_one_token_early(model: Any, prompt: Tensor, new: int, **how: Any) -> Tensor:
+    """A step that is used again computes the prompt's last token once more, over its first."""
     begin = Decode.begin
 
-    def once(self: Decode, held: int, step: int, ended: Tensor) -> Tensor:
+    def early(self: Decode, held: int, step: int, ended: Tensor) -> Tensor:
         begun, self.begun = getattr(self, "begun", False), True
-        return self.ended if begun else begin(self, held, step, ended)
+        return begin(self, max(0, held - 1) if begun else held, step, ended)
 
-    return through_decode(begin=once)(model, prompt, new, **how)
+    return through_decode(begin=early)(model, prompt, new, **how)
 
 
 @mutant(generation, killed_by=LAW)
