@@ -222,15 +222,24 @@ def _expected(
     return [pytest.mark.xfail(reason=reason, strict=True)] if reason else []
 
 
-def timed(op: Op) -> Callable[[Any], Any]:
-    """Parametrize a benchmark over (device, impl) of everything registered for `op`.
+def timed(
+    op: Op,
+    *,
+    only: Callable[[Implementation], bool] = lambda impl: True,
+    on: tuple[str, ...] = machine.DEVICES,
+) -> Callable[[Any], Any]:
+    """Parametrize a benchmark over (device, impl) of everything registered for `op`, on these device types.
 
     An interpreted kernel on the CPU is a visible skip: the interpreter checks, it does not time.
     """
 
     def decorate(test: Any) -> Any:
         params = [
-            _timed_param(impl, device) for impl in _selected(op) for device in devices(*impl.candidates)
+            _timed_param(impl, device)
+            for impl in _selected(op)
+            if only(impl)
+            for device in devices(*impl.candidates)
+            if device in on
         ]
         return pytest.mark.parametrize(("device", "impl"), params)(test)
 

@@ -145,7 +145,7 @@ def launch(name: str, block: int, dtype: str, target: str) -> tuple[Any, dict[st
     pdl = target == "sm_90"
     if name.startswith("flash"):
         tiles = triton_flash.tiles_for(q, 8192, block, True, tma)
-        constants = {"M": tiles.queries, "N": tiles.keys, "HEAVIEST_FIRST": tiles.heaviest_first}
+        constants = {"M": tiles.queries, "N": tiles.keys}
         rows = {"q": tiles.queries, "k": tiles.keys, "v": tiles.keys, "o": tiles.queries}
         kernel, cut, extra = triton_flash.flash_kernel, tiles, common | loads | constants
     else:
@@ -153,7 +153,7 @@ def launch(name: str, block: int, dtype: str, target: str) -> tuple[Any, dict[st
         tile = {"N": parts.keys, "LEAST": triton_split.LEAST_KEYS, "PDL": pdl}
         rows = {"k": parts.keys, "v": parts.keys}
         kernel, cut = triton_split.split_kernel, parts
-        extra = common | loads | tile | {"R": 16, "WHOLE": False}
+        extra = common | loads | tile | {"R": 16, "WHOLE": False, "MASK": 0}
         if name == "merge":
             kernel, extra = triton_split.merge_kernel, common | tile | {"BLOCK_S": 32}
     descriptors = {place: f"[1, 1, {n}, {block}]" for place, n in rows.items()} if tma else {}

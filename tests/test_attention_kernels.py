@@ -87,11 +87,11 @@ def test_a_captured_call_follows_the_lengths(device, impl, dtype):
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_the_operator_is_what_torch_expects(device, impl, dtype):
     """Its schema, its fake result and its registration; opcheck runs it in all of these ways."""
-    op = {"flash": triton_flash.flash_attention, "split": triton_split.split_attention}[impl.name]
+    op = {"flash": triton_flash.flash, "split": triton_split.split}[impl.name].operator
     name = dtype_name(dtype)
     q, k, v = (Input((2, heads, T, 16), name, heads).on(device) for heads, T in ((4, 3), (2, 9), (2, 9)))
     counts = torch.tensor([9, 4], device=device)
-    torch.library.opcheck(op, (q, k, v, True, None, 5, counts))
+    torch.library.opcheck(op, (q, k, v, True, None, 5), {"lengths": counts})
     torch.library.opcheck(op, (q.mT.contiguous().mT, k, v))
 
 

@@ -26,6 +26,7 @@ from perf_lab.attention import attention
 from perf_lab.attention.triton_tiles import (
     LIMITS,
     LOG2_E,
+    NO_MASK,
     VECTOR,
     aligned,
     block_for,
@@ -36,43 +37,31 @@ from perf_lab.attention.triton_tiles import (
     result_for,
     rows_whole,
 )
+from perf_lab.library import operator
+from perf_lab.op import Limit, LimitError
 
 
 class Tiles(NamedTuple):
-    """How the kernel is cut: queries and keys of a tile, warps of a program, stages of its pipeline;
-    whether all heads' heaviest tiles go first, or each head's.
-    """
+    """How the kernel is cut: queries and keys of a tile, warps of a program, stages of its pipeline."""
 
     queries: int
     keys: int
     warps: int
     stages: int
-    heaviest_first: bool = False
 
 
 # By padded head dim and causal, half precision. Any cut is right; these were the fastest tried on an H200.
 HOPPER = {
-    (32, False): Tiles(64, 128, 4, 2),
-    (32, True): Tiles(128, 128, 4, 3, True),
     (64, False): Tiles(64, 128, 4, 2),
-    (64, True): Tiles(128, 128, 4, 3, True),
+    (64, True): Tiles(64, 128, 4, 2),
     (128, False): Tiles(128, 64, 4, 2),
-    (128, True): Tiles(64, 64, 4, 3),
+    (128, True): Tiles(128, 64, 4, 2),
     (256, False): Tiles(64, 64, 4, 2),
     (256, True): Tiles(64, 64, 4, 2),
 }
-POINTERS = {
-    32: Tiles(128, 64, 4, 3),
-    64: Tiles(128, 64, 4, 3),
-    128: Tiles(128, 64, 8, 2),
-    256: Tiles(64, 32, 4, 2),
-}
-FLOAT32 = {
-    32: Tiles(32, 32, 4, 1),
-    64: Tiles(32, 32, 4, 1),
-    128: Tiles(32, 32, 4, 1),
-    256: Tiles(32, 16, 4, 1),
-}
+POINTERS = {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 64, 8, 2), 256: Tiles(64, 32, 4, 2)}
+FLOAT32 = {64: Tiles(64, 32, 4, 2), 128: Tiles(64, 32, 4, 2), 256: Tiles(32, 32, 4, 2)}
+TOGETHER = 2**25  # bytes of keys and values that a band of heads reads
 INTERPRETED, INTERPRETED_LONG = Tiles(32, 16, 4, 1), Tiles(256, 256, 4, 1)  # short lengths have edges too
 
 
@@ -88,7 +77,7 @@ def tiles_for(q: Tensor, keys: int, block: int, causal: bool, tma: bool) -> Tile
 @triton.jit(
     do_not_specialize=[
         *("q_batch", "q_head", "q_row", "k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row"),
-        *("heads", "group", "queries", "all_keys", "window", "D", "DV"),
+        *("lengths_step", "together", "heads", "group", "queries", "all_keys", "window", "D", "DV"),
     ]
 )
 def flash_kernel(
@@ -106,6 +95,8 @@ def flash_kernel(
     v_batch,
     v_head,
     v_row,
+    lengths_step,
+    together,
     heads,
     group,
     queries,
@@ -123,30 +114,28 @@ def flash_kernel(
     FULL: tl.constexpr,
     VEC: tl.constexpr,
     TMA: tl.constexpr,
-    HEAVIEST_FIRST: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """One tile of M queries of one head.
 
     q, k, v, o: pointers with strides in elements (last axes contiguous, o all of it), or, TMA, descriptors.
-    scale: of the scores, times log2(e). RAGGED: lengths_ptr holds a number of keys a batch row. VEC: of
-    what strides, D and DV are multiples.
+    together: heads whose heaviest tiles go first, before the next heads begin: few, and their keys stay in
+    the L2 cache; many, and no heavy tile is left for the end. scale: of the scores, times log2(e).
+    RAGGED: lengths_ptr holds a number of keys a batch row. VEC: of what strides, D and DV are multiples.
     """
     tile_count = tl.cdiv(queries, M)
     program = tl.program_id(0)
-    if HEAVIEST_FIRST:
-        rows = tl.num_programs(0) // tile_count
-        tile = tile_count - 1 - program // rows  # under a causal mask the last tiles see the most
-        row = program % rows  # of B * Hq
-    else:
-        tile = tile_count - 1 - program % tile_count
-        row = program // tile_count
+    band = program // (tile_count * together)
+    within = program % (tile_count * together)
+    rows = tl.minimum(together, tl.num_programs(0) // tile_count - band * together)
+    tile = tile_count - 1 - within // rows  # under a causal mask the last tiles see the most
+    row = band * together + within % rows  # of B * Hq
     batch = row // heads
     head = row % heads
     kv_head = head // group
     keys = all_keys
     if RAGGED:
-        keys = tl.minimum(tl.load(lengths_ptr + batch).to(tl.int32), all_keys)
+        keys = tl.minimum(tl.load(lengths_ptr + batch * lengths_step).to(tl.int32), all_keys)
     i = tile * M + tl.arange(0, M)
     d = tl.arange(0, BLOCK)
     if TMA:
@@ -183,16 +172,19 @@ def flash_kernel(
     right = tl.maximum(right, left)
     if WINDOW:
         acc, total, top = over_keys(
-            acc, total, top, q_tile, k, v, k_row, v_row, batch, kv_head, start, left, keys, last_seen, window,
-            scale, D, DV, BLOCK, N, True, CAUSAL, WINDOW, RAGGED, FULL, TMA, UPCAST,
+            acc, total, top, q_tile, k, v, k_row, v_row, batch, kv_head, start, left, keys,
+            last_seen, window, 0, 0, scale, D, DV,
+            BLOCK, N, True, NO_MASK, CAUSAL, WINDOW, RAGGED, FULL, TMA, UPCAST,
         )  # fmt: skip
     acc, total, top = over_keys(
-        acc, total, top, q_tile, k, v, k_row, v_row, batch, kv_head, left, right, keys, last_seen, window,
-        scale, D, DV, BLOCK, N, False, CAUSAL, WINDOW, RAGGED, FULL, TMA, UPCAST,
+        acc, total, top, q_tile, k, v, k_row, v_row, batch, kv_head, left, right, keys,
+        last_seen, window, 0, 0, scale, D, DV,
+        BLOCK, N, False, NO_MASK, CAUSAL, WINDOW, RAGGED, FULL, TMA, UPCAST,
     )  # fmt: skip
     acc, total, top = over_keys(
-        acc, total, top, q_tile, k, v, k_row, v_row, batch, kv_head, right, stop, keys, last_seen, window,
-        scale, D, DV, BLOCK, N, True, CAUSAL, WINDOW, RAGGED, FULL, TMA, UPCAST,
+        acc, total, top, q_tile, k, v, k_row, v_row, batch, kv_head, right, stop, keys,
+        last_seen, window, 0, 0, scale, D, DV,
+        BLOCK, N, True, NO_MASK, CAUSAL, WINDOW, RAGGED, FULL, TMA, UPCAST,
     )  # fmt: skip
 
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # who saw no key gets zeros
@@ -213,18 +205,21 @@ def run(
     window: int | None = None,
     lengths: Tensor | None = None,
     cut: Tiles | None = None,
+    together: int | None = None,
     tma: bool | None = None,
     **options: Any,
 ) -> Tensor:
-    """The launch. cut, tma: how, chosen by shape and device by default. options: Triton's own."""
+    """The launch. cut, together, tma: how, chosen by shape and device by default. options: Triton's own."""
     (B, Hq, Tq, D), (Hkv, Tk), Dv = q.shape, k.shape[1:3], v.shape[3]
     if 0 in (B, Hq, Tq, Tk, Dv):
         return q.new_zeros(B, Hq, Tq, Dv)
     out = result_for(q, v)
     q, k, v = (rows_whole(x) for x in (q, k, v))
+    lengths = None if lengths is None else lengths.to(q.device)
     block = block_for(q, v)
     if tma is None:
         tma = capability(q.device) >= 9 and describable(q, k, v) and aligned(out)
+    together = together or max(1, TOGETHER * (Hq // Hkv) // (Tk * (D + Dv) * k.element_size()))
     cut = cut or tiles_for(q, Tk, block, causal, tma)
     places: tuple[Any, ...] = (q, k, v, out)
     if tma:
@@ -234,32 +229,18 @@ def run(
     with torch.cuda.device_of(q):
         flash_kernel[(math.ceil(Tq / cut.queries) * B * Hq,)](
             *places,
-            q if lengths is None else lengths.to(q.device),
+            q if lengths is None else lengths,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-            Hq, Hq // Hkv, Tq, Tk, window or 0, (scale or D**-0.5) * LOG2_E, D, Dv,
+            0 if lengths is None else lengths.stride(0), together, Hq, Hq // Hkv, Tq, Tk, window or 0,
+            (scale or D**-0.5) * LOG2_E.value, D, Dv,
             block, cut.queries, cut.keys, causal, window is not None, lengths is not None,
-            block == D == Dv, vec, tma, cut.heaviest_first, machine.interpreting(),
+            tma or (vec > 1 and block == D == Dv), vec, tma, machine.interpreting(),
             num_warps=cut.warps, num_stages=cut.stages, **options,
         )  # fmt: skip
     return out.to(q.dtype)
 
 
-@torch.library.custom_op("perf_lab::flash_attention", mutates_args=())
-def flash_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool = False,
-    scale: float | None = None,
-    window: int | None = None,
-    lengths: Tensor | None = None,
-) -> Tensor:
-    """The kernel as torch's compiler sees it: one operator."""
-    return run(q, k, v, causal=causal, scale=scale, window=window, lengths=lengths)
-
-
-@flash_attention.register_fake
-def _(
+def _fake(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -271,7 +252,24 @@ def _(
     return q.new_empty(*q.shape[:3], v.shape[3])
 
 
-@attention.register("flash", devices=("cuda",), interpreted=True, limits=LIMITS)
+@operator("attention_flash", _fake)
+def flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    """`run` with what torch's compiler may see of it."""
+    return run(q, k, v, causal=causal, scale=scale, window=window, lengths=lengths)
+
+
+NO_MASK_TENSOR = Limit("no mask tensor", lambda *_, mask=None, **__: mask is not None)
+
+
+@attention.register("flash", devices=("cuda",), interpreted=True, limits=(*LIMITS, NO_MASK_TENSOR))
 def triton_flash(
     q: Tensor,
     k: Tensor,
@@ -285,9 +283,7 @@ def triton_flash(
 ) -> Tensor:
     """Attention [B, Hq, Tq, Dv] of q [B, Hq, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv]; the
     contract is the op's. float32 is multiplied in float32 (no tf32), on the plain cores.
-
-    Under torch.compile it is one operator; elsewhere it is launched without one, which costs the host less.
     """
-    if torch.compiler.is_compiling():
-        return flash_attention(q, k, v, causal, scale, window, lengths)
-    return run(q, k, v, causal=causal, scale=scale, window=window, lengths=lengths)
+    if mask is not None:  # also where nobody checked the limits
+        raise LimitError(f"mask: got one, {NO_MASK_TENSOR.reason}")
+    return flash(q, k, v, causal, scale, window, lengths)

@@ -31,8 +31,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from perf_lab import machine
 from perf_lab.attention import attention
 from perf_lab.attention.triton_tiles import (
+    ADDED_MASK,
+    BOOL_MASK,
     LIMITS,
     LOG2_E,
+    NO_MASK,
     VECTOR,
     aligned,
     block_for,
@@ -43,6 +46,7 @@ from perf_lab.attention.triton_tiles import (
     result_for,
     rows_whole,
 )
+from perf_lab.library import operator
 from perf_lab.op import Limit
 
 MOST_ROWS = 128  # queries times heads of a group, in one tile
@@ -59,29 +63,32 @@ class Cut(NamedTuple):
     programs: int
 
 
-# By bytes of a padded row of k. Any cut is right; on an H200 these were the fastest tried.
-CUTS = {
-    64: Cut(128, 4, 3, 2),
-    128: Cut(128, 4, 3, 2),
-    256: Cut(64, 4, 3, 2),
-    512: Cut(32, 4, 3, 2),
-    1024: Cut(16, 4, 2, 2),
-}
+# By bytes of a padded row of k, up to SHORT keys and above. Any cut is right; these were the fastest tried.
+SHORT = 8192
+CUTS = {128: Cut(128, 4, 3, 1), 256: Cut(64, 4, 3, 1), 512: Cut(32, 4, 3, 1)}
+LONG_CUTS = {128: Cut(128, 2, 3, 2), 256: Cut(128, 2, 2, 2), 512: Cut(64, 2, 2, 2)}
 INTERPRETED, INTERPRETED_LONG = Cut(16, 4, 1, 1), Cut(128, 4, 1, 1)  # short lengths are split too
-FLOAT32 = {128: Cut(32, 4, 2, 2), 256: Cut(32, 4, 2, 2), 512: Cut(32, 4, 1, 2), 1024: Cut(16, 4, 1, 2)}
+FLOAT32 = {256: Cut(32, 4, 2, 2), 512: Cut(32, 4, 2, 2), 1024: Cut(16, 4, 2, 2)}
 
 
 def cut_for(q: Tensor, keys: int, block: int) -> Cut:
     """The cut by dtype, number of keys and padded head dim."""
     if machine.interpreting():
         return INTERPRETED if keys <= 96 else INTERPRETED_LONG
-    return (FLOAT32 if q.dtype is torch.float32 else CUTS)[block * q.element_size()]
+    if q.dtype is torch.float32:
+        return FLOAT32[4 * block]
+    return (CUTS if keys <= SHORT else LONG_CUTS)[2 * block]
 
 
 @functools.cache
 def processors(device: torch.device) -> int:
     """Of a GPU; some number for the interpreter."""
     return 16 if machine.interpreting() else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def tile_rows(rows: int) -> int:
+    """Rows of a tile that holds so many query rows."""
+    return next(size for size in (16, 32, MOST_ROWS) if rows <= size)  # each is one more kernel to compile
 
 
 def splits_for(places: int, keys: int, programs: int, least: int = LEAST_KEYS) -> int:
@@ -94,8 +101,7 @@ def splits_for(places: int, keys: int, programs: int, least: int = LEAST_KEYS) -
 @triton.jit
 def sight(
     all_keys,
-    lengths_ptr,
-    batch,
+    length_at,
     queries,
     window,
     splits,
@@ -107,7 +113,7 @@ def sight(
     """Of a row of the batch: its number of keys, the first one that is read, and the keys of a stretch."""
     keys = all_keys
     if RAGGED:
-        keys = tl.minimum(tl.load(lengths_ptr + batch).to(tl.int32), all_keys)
+        keys = tl.minimum(tl.load(length_at).to(tl.int32), all_keys)
     low = 0
     if WINDOW:
         low = tl.maximum(keys - queries - window + 1, 0) // N * N
@@ -118,6 +124,7 @@ def sight(
 @triton.jit(
     do_not_specialize=[
         *("q_batch", "q_head", "q_row", "k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row"),
+        *("mask_batch", "mask_head", "mask_row", "mask_step", "lengths_step"),
         *("kv_heads", "group", "queries", "all_keys", "window", "splits", "D", "DV"),
     ]
 )
@@ -129,6 +136,7 @@ def split_kernel(
     sums_ptr,
     o_ptr,
     lengths_ptr,
+    mask_ptr,
     q_batch,
     q_head,
     q_row,
@@ -138,6 +146,11 @@ def split_kernel(
     v_batch,
     v_head,
     v_row,
+    mask_batch,
+    mask_head,
+    mask_row,
+    mask_step,
+    lengths_step,
     kv_heads,
     group,
     queries,
@@ -152,6 +165,7 @@ def split_kernel(
     N: tl.constexpr,
     LEAST: tl.constexpr,
     WHOLE: tl.constexpr,
+    MASK: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     RAGGED: tl.constexpr,
@@ -177,7 +191,7 @@ def split_kernel(
         gdc_wait()
         gdc_launch_dependents()
     keys, low, stretch = sight(
-        all_keys, lengths_ptr, batch, queries, window, splits, N, LEAST, WINDOW, RAGGED
+        all_keys, lengths_ptr + batch * lengths_step, queries, window, splits, N, LEAST, WINDOW, RAGGED
     )
     start = low + split * stretch
     if WHOLE or start < keys:
@@ -189,6 +203,10 @@ def split_kernel(
         DV = DV // VEC * VEC
         q_at = q_ptr + batch.to(tl.int64) * (q_batch // VEC * VEC) + i.to(tl.int64) * (q_row // VEC * VEC)
         q_at += (head * group + r // queries).to(tl.int64) * (q_head // VEC * VEC)
+        mask_at = 0
+        if MASK != NO_MASK:
+            mask_at = mask_ptr + batch.to(tl.int64) * mask_batch + i.to(tl.int64) * mask_row
+            mask_at += tl.where(used, head * group + r // queries, 0).to(tl.int64) * mask_head
         q_tile = tl.load(
             q_at[:, None] + d[None, :], mask=used[:, None] & (d < D)[None, :], other=0.0
         )  # [R, BLOCK]
@@ -203,20 +221,22 @@ def split_kernel(
         right = stop
         if CAUSAL:
             right = tl.minimum(stop, tl.maximum(first + 1, 0))
-        if WINDOW:
+        if WINDOW or MASK != NO_MASK:
             right = start
         right = tl.maximum(start, right // N * N)
         acc = tl.zeros([R, BLOCK], tl.float32)
         total = tl.zeros([R], tl.float32)
         top = tl.full([R], -float("inf"), tl.float32)
-        if not WINDOW:
+        if not WINDOW and MASK == NO_MASK:
             acc, total, top = over_keys(
-                acc, total, top, q_tile, k, v, k_row, v_row, batch, head, start, right, keys, last_seen,
-                window, scale, D, DV, BLOCK, N, False, CAUSAL, WINDOW, RAGGED, FULL, TMA, UPCAST,
+                acc, total, top, q_tile, k, v, k_row, v_row, batch, head, start, right, keys,
+                last_seen, window, mask_at, mask_step, scale, D, DV,
+                BLOCK, N, False, MASK, CAUSAL, WINDOW, RAGGED, FULL, TMA, UPCAST,
             )  # fmt: skip
         acc, total, top = over_keys(
-            acc, total, top, q_tile, k, v, k_row, v_row, batch, head, right, stop, keys, last_seen, window,
-            scale, D, DV, BLOCK, N, True, CAUSAL, WINDOW, RAGGED, FULL, TMA, UPCAST,
+            acc, total, top, q_tile, k, v, k_row, v_row, batch, head, right, stop, keys,
+            last_seen, window, mask_at, mask_step, scale, D, DV,
+            BLOCK, N, True, MASK, CAUSAL, WINDOW, RAGGED, FULL, TMA, UPCAST,
         )  # fmt: skip
         if WHOLE:
             acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # who saw no key gets zeros
@@ -230,12 +250,15 @@ def split_kernel(
             tl.store(sums_ptr + (part * 2 + 1) * rows + r, total, mask=used)
 
 
-@triton.jit(do_not_specialize=["all_keys", "kv_heads", "rows", "queries", "window", "splits", "DV"])
+@triton.jit(
+    do_not_specialize=["lengths_step", "all_keys", "kv_heads", "rows", "queries", "window", "splits", "DV"]
+)
 def merge_kernel(
     acc_ptr,
     sums_ptr,
     o_ptr,
     lengths_ptr,
+    lengths_step,
     all_keys,
     kv_heads,
     rows,
@@ -255,9 +278,8 @@ def merge_kernel(
     program = tl.program_id(0)
     place = program // rows  # of B * Hkv
     r = program % rows
-    keys, low, stretch = sight(
-        all_keys, lengths_ptr, place // kv_heads, queries, window, splits, N, LEAST, WINDOW, RAGGED
-    )
+    lengths_at = lengths_ptr + place // kv_heads * lengths_step
+    keys, low, stretch = sight(all_keys, lengths_at, queries, window, splits, N, LEAST, WINDOW, RAGGED)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -287,6 +309,7 @@ def run(
     causal: bool = False,
     scale: float | None = None,
     window: int | None = None,
+    mask: Tensor | None = None,
     lengths: Tensor | None = None,
     splits: int | None = None,
     cut: Cut | None = None,
@@ -310,25 +333,32 @@ def run(
     splits = splits or splits_for(B * Hkv, Tk, processors(q.device) * cut.programs, least)
     hopper = capability(q.device) >= 9
     tma = (hopper and describable(k, v)) if tma is None else tma
-    pdl = (hopper and not machine.interpreting()) if pdl is None else pdl
+    pdl = (hopper and splits > 1 and not machine.interpreting()) if pdl is None else pdl
     overlap = {"launch_pdl": True} if pdl else {}
     acc = q.new_empty(B, Hkv, splits if splits > 1 else 0, rows, Dv, dtype=torch.float32)
     sums = q.new_empty(B, Hkv, splits if splits > 1 else 0, 2, rows, dtype=torch.float32)
     places = (described(k, cut.keys, block), described(v, cut.keys, block)) if tma else (k, v)
     vec = VECTOR // q.element_size() if aligned(q, k, v, out) else 1
     ragged = lengths is not None
+    step = lengths.stride(0) if ragged else 0
+    kind, mask_strides = NO_MASK.value, (0, 0, 0, 0)
+    if mask is not None:
+        kind = (BOOL_MASK if mask.dtype is torch.bool else ADDED_MASK).value
+        mask = mask.expand(B, Hq, Tq, Tk)
+        mask_strides = mask.stride()
     with torch.cuda.device_of(q):
         split_kernel[(B * Hkv * splits,)](
-            q, *places, acc, sums, out, lengths if ragged else q,
+            q, *places, acc, sums, out, lengths if ragged else q, q if mask is None else mask,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-            Hkv, group, Tq, Tk, window or 0, (scale or D**-0.5) * LOG2_E, splits, D, Dv,
-            block, max(16, triton.next_power_of_2(rows)), cut.keys, least, splits == 1,
-            causal, window is not None, ragged, block == D == Dv, vec, tma, pdl, machine.interpreting(),
-            num_warps=cut.warps, num_stages=cut.stages, **overlap, **options,
+            *mask_strides, step, Hkv, group, Tq, Tk, window or 0, (scale or D**-0.5) * LOG2_E.value, splits,
+            D, Dv,
+            block, tile_rows(rows), cut.keys, least, splits == 1, kind,
+            causal, window is not None, ragged, tma or (vec > 1 and block == D == Dv), vec, tma, pdl,
+            machine.interpreting(), num_warps=cut.warps, num_stages=cut.stages, **overlap, **options,
         )  # fmt: skip
         if splits > 1:
             merge_kernel[(B * Hq * Tq,)](
-                acc, sums, out, lengths if ragged else q, Tk, Hkv, rows, Tq, window or 0, splits, Dv,
+                acc, sums, out, lengths if ragged else q, step, Tk, Hkv, rows, Tq, window or 0, splits, Dv,
                 block, max(2, triton.next_power_of_2(splits)), cut.keys, least, window is not None,
                 ragged, pdl, num_warps=4, **overlap,
             )  # fmt: skip
@@ -339,33 +369,34 @@ def _rows(q: Tensor, k: Tensor) -> int:
     return q.shape[1] // max(1, k.shape[1]) * q.shape[2]
 
 
-@torch.library.custom_op("perf_lab::split_attention", mutates_args=())
-def split_attention(
+def _fake(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     causal: bool = False,
     scale: float | None = None,
     window: int | None = None,
-    lengths: Tensor | None = None,
-    splits: int | None = None,
-) -> Tensor:
-    """The kernels as torch's compiler sees them: one operator."""
-    return run(q, k, v, causal=causal, scale=scale, window=window, lengths=lengths, splits=splits)
-
-
-@split_attention.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool = False,
-    scale: float | None = None,
-    window: int | None = None,
+    mask: Tensor | None = None,
     lengths: Tensor | None = None,
     splits: int | None = None,
 ) -> Tensor:
     return q.new_empty(*q.shape[:3], v.shape[3])
+
+
+@operator("attention_split", _fake)
+def split(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    mask: Tensor | None = None,
+    lengths: Tensor | None = None,
+    splits: int | None = None,
+) -> Tensor:
+    """`run` with what torch's compiler may see of it."""
+    return run(q, k, v, causal=causal, scale=scale, window=window, mask=mask, lengths=lengths, splits=splits)
 
 
 @attention.register(
@@ -388,18 +419,14 @@ def triton_split(
     causal: bool = False,
     scale: float | None = None,
     window: int | None = None,
-    mask: None = None,
+    mask: Tensor | None = None,
     lengths: Tensor | None = None,
     splits: int | None = None,
 ) -> Tensor:
     """Attention [B, Hq, Tq, Dv] of q [B, Hq, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv]; the
     contract is the op's. splits: the number of stretches, chosen by shape by default; any is right, one
     below 1 a ValueError.
-
-    Under torch.compile it is one operator; elsewhere it is launched without one, which costs the host less.
     """
     if splits is not None and (not isinstance(splits, int) or splits < 1):
         raise ValueError(f"splits: got {splits!r}, accepted are None and whole numbers from 1")
-    if torch.compiler.is_compiling():
-        return split_attention(q, k, v, causal, scale, window, lengths, splits)
-    return run(q, k, v, causal=causal, scale=scale, window=window, lengths=lengths, splits=splits)
+    return split(q, k, v, causal, scale, window, mask, lengths, splits)

@@ -21,10 +21,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from perf_lab import machine
 from perf_lab.op import Limit
 
-LOG2_E = 1.4426950408889634
+LOG2_E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-3.0e38)  # of a mask's numbers in log2: in that unit the lowest float32 would be -inf
+NO_MASK, BOOL_MASK, ADDED_MASK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 VECTOR = 16  # bytes, of the widest load
 LARGEST_HEAD = 256
-LEAST_BLOCK = 32  # of a head dim, padded: fewer kernels, and a small head dim is rare
+LEAST_BLOCK = 64  # of a head dim, padded: fewer kernels, and a smaller head dim is rare
 
 INTERPRETED_PROGRAMS = 4096
 
@@ -34,17 +36,18 @@ LIMITS = (
         lambda q, *_, **__: machine.interpreting() and q.shape[0] * q.shape[1] > INTERPRETED_PROGRAMS,
     ),
     Limit("sums are float32, too coarse for float64", lambda q, *_, **__: q.dtype is torch.float64),
-    Limit("no mask tensor", lambda *_, mask=None, **__: mask is not None),
     Limit(f"head dims up to {LARGEST_HEAD}", lambda q, k, v, **_: max(q.shape[3], v.shape[3]) > LARGEST_HEAD),
 )
 
 
 @triton.jit
 def dot(a, b, UPCAST: tl.constexpr):
-    """a @ b in float32. UPCAST: the interpreter multiplies bfloat16 as bit patterns."""
+    """a @ b in float32: of float32 inputs as three products of tf32 parts, which leaves out only what is
+    below 2^-22 of a product. UPCAST: the interpreter multiplies bfloat16 as bit patterns.
+    """
     if UPCAST:
         a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, input_precision="ieee")
+    return tl.dot(a, b, input_precision="tf32x3")
 
 
 @triton.jit
@@ -64,12 +67,15 @@ def over_keys(
     keys,
     last_seen,
     window,
+    mask_at,
+    mask_step,
     scale,
     D,
     DV,
     BLOCK: tl.constexpr,
     N: tl.constexpr,
     EDGE: tl.constexpr,
+    MASK: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     RAGGED: tl.constexpr,
@@ -81,7 +87,8 @@ def over_keys(
 
     acc [M, BLOCK], total and top [M]: weights times v, weights, and the highest score in log2. q [M, BLOCK].
     k, v: pointers to the head's first key, or, TMA, descriptors of all. EDGE: some of these keys are not
-    seen by some query; last_seen [M] is the last that each one sees. FULL: D = DV = BLOCK.
+    seen by some query; last_seen [M] is the last that each one sees. MASK: NO_MASK, or what lies at the
+    pointers mask_at [M], mask_step elements apart from key to key (with EDGE). FULL: D = DV = BLOCK.
     """
     d = tl.arange(0, BLOCK)
     for begin in tl.range(start, stop, N):
@@ -107,7 +114,17 @@ def over_keys(
                 seen = seen & (j[None, :] <= last_seen[:, None])
             if WINDOW:
                 seen = seen & (j[None, :] > last_seen[:, None] - window)
-            scores = tl.where(seen, scores * scale, -float("inf"))
+            scores = scores * scale
+            if MASK != NO_MASK:
+                mask = tl.load(
+                    mask_at[:, None] + j[None, :] * mask_step, mask=inside[None, :], other=0
+                )  # [M, N]
+                if MASK == BOOL_MASK:
+                    seen = seen & (mask != 0)
+                else:
+                    mask = mask.to(tl.float32)
+                    scores += tl.where(mask == -float("inf"), mask, tl.maximum(mask * LOG2_E, LOWEST))
+            scores = tl.where(seen, scores, -float("inf"))
             higher = tl.maximum(top, tl.max(scores, 1))
             shift = tl.where(higher == -float("inf"), 0.0, higher)  # -inf - -inf is NaN
             weights = tl.exp2(scores - shift[:, None])

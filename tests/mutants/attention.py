@@ -337,3 +337,13 @@ def lengths_frozen(q: Tensor, k: Tensor, v: Tensor, *, lengths: Tensor, **how: A
 def any_splits_taken(q: Tensor, k: Tensor, v: Tensor, *, splits: Any = 1, **how: Any) -> Tensor:
     """A number of splits below 1 is taken for 1."""
     return attend(q, k, v, **how)
+
+
+@mutant(attention, killed_by=ORACLE)
+def lengths_as_memory_has_them(
+    q: Tensor, k: Tensor, v: Tensor, *, lengths: Tensor | None = None, **how: Any
+) -> Tensor:
+    """The stride of lengths is ignored: past its first element an expanded view reads something else."""
+    if lengths is not None and len(lengths) > 1 and lengths.stride(0) == 0:
+        lengths = torch.cat([lengths[:1], torch.zeros_like(lengths[1:])])
+    return attend(q, k, v, lengths=lengths, **how)
