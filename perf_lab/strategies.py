@@ -4,6 +4,7 @@ Tests draw an `Input`, not a tensor: a recipe of a few words whose repr rebuilds
 the very same tensor, so that a failure can be pasted and run again.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 VALUES = ("normal", "zeros", "ties", "denormal", "huge", "outliers", "negative")
+KEPT = 6
 LAYOUTS = ("contiguous", "transposed", "strided", "padded_rows", "expanded", "offset")
 
 
@@ -52,6 +54,21 @@ class Input:
         generator = torch.Generator().manual_seed(self.seed)
         plain = _fill(self.values, self.shape, dtype, generator)
         return _lay_out(plain.to(device), self.layout)
+
+
+class Kept(Input):
+    """An `Input` whose tensor is kept for the next who asks: drawing gigabytes takes a CPU seconds. For
+    those that only read it.
+    """
+
+    def on(self, device: str = "cpu") -> Tensor:
+        """The tensor of the recipe, the same one for the KEPT recipes asked for last."""
+        return _kept(Input(self.shape, self.dtype, self.seed, self.values, self.layout), device)
+
+
+@functools.lru_cache(maxsize=KEPT)
+def _kept(recipe: Input, device: str) -> Tensor:
+    return recipe.on(device)
 
 
 def _fill(values: str, shape: tuple[int, ...], dtype: torch.dtype, g: torch.Generator) -> Tensor:

@@ -287,4 +287,4 @@ attention = Op(
     cost=cost,
     reference="naive",
 )
-attention.load(__name__, "naive", "chunked", "sdpa", "sdpa_backends", "triton_flash", "triton_split")
+attention.load(__name__, "naive", "chunked", "sdpa", "sdpa_backends", "flex", "triton_flash", "triton_split")
