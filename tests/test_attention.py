@@ -27,7 +27,8 @@ FLOAT32 = FLOATS[0]
 @st.composite
 def tensors(draw, dtype, longest=70, rows=ROWS, layouts=LAYOUTS, dims=HEAD_DIMS, slow=False):
     """q, k, v of any lengths, grouping, values and layout. slow: of fewer and smaller ones."""
-    longest = longest // 2 if slow else longest
+    if slow:
+        longest, rows = longest // 2, st.just(2) if rows is FEW_ROWS else st.integers(1, 2)
     B, Hkv, group, D = draw(rows), draw(st.integers(1, 2)), draw(st.integers(1, 2 if slow else 3)), draw(dims)
     Tq, Tk = draw(lengths(longest)), draw(lengths(longest))
     Dv = draw(st.just(D) | st.integers(1, 160))

@@ -20,11 +20,14 @@ def takes_splits(impl):
 
 @st.composite
 def decodings(draw, dtype, slow):
-    """q, k, v of 1 to 16 queries, and how: causal, window and lengths by row."""
+    """q, k, v of 1 to 16 queries, and how: causal, window, mask and lengths by row."""
     B, Hkv, group, Tq = (draw(st.integers(1, most)) for most in (2, 2, 3 if slow else 8, 4 if slow else 16))
     Tk, D = draw(lengths(80 if slow else 700)), draw(st.sampled_from((16, 40, 64, 80, 128, 256)))
     shapes = (B, Hkv * group, Tq, D), (B, Hkv, Tk, D), (B, Hkv, Tk, D)
     how = draw(st.sampled_from(({}, {"causal": True}, {"causal": True, "window": draw(lengths(Tk + 3, 1))})))
+    if draw(st.booleans()):
+        kind = draw(st.sampled_from(("bool", dtype_name(dtype))))
+        how["mask"] = Input((B, 1, 1, Tk), kind, draw(st.integers(0, 99)), "holes")  # as padding is
     if draw(st.booleans()):
         how["lengths"] = torch.tensor([draw(lengths(Tk)) for _ in range(B)], dtype=torch.int32)
     return [draw(inputs(shape, dtype, ("normal", "ties"))) for shape in shapes], how

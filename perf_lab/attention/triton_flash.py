@@ -123,7 +123,7 @@ def flash_kernel(
     the L2 cache; many, and no heavy tile is left for the end. scale: of the scores, times log2(e).
     RAGGED: lengths_ptr holds a number of keys a batch row. VEC: of what strides, D and DV are multiples.
     """
-    tile_count = tl.cdiv(queries, M)
+    tile_count = (queries + M - 1) // M
     program = tl.program_id(0)
     band = program // (tile_count * together)
     within = program % (tile_count * together)
@@ -150,6 +150,8 @@ def flash_kernel(
         v += batch.to(tl.int64) * (v_batch // VEC * VEC) + kv_head.to(tl.int64) * (v_head // VEC * VEC)
         q_at = q + i.to(tl.int64)[:, None] * (q_row // VEC * VEC) + d[None, :]
         q_tile = tl.load(q_at, mask=(i < queries)[:, None] & (d < D)[None, :], other=0.0)  # [M, BLOCK]
+    if UPCAST:
+        q_tile = q_tile.to(tl.float32)
 
     acc = tl.zeros([M, BLOCK], tl.float32)
     total = tl.zeros([M], tl.float32)
@@ -166,9 +168,9 @@ def flash_kernel(
     left = 0  # keys from this one on are in every query's window
     if WINDOW:
         start = tl.maximum(first - window + 1, 0) // N * N
-        left = tl.cdiv(tl.maximum(first + M - window, 0), N) * N
+        left = (tl.maximum(first + M - window, 0) + N - 1) // N * N
     right = tl.maximum(seen_by_all, 0) // N * N
-    left = tl.minimum(tl.maximum(left, start), tl.cdiv(stop, N) * N)
+    left = tl.minimum(tl.maximum(left, start), (stop + N - 1) // N * N)
     right = tl.maximum(right, left)
     if WINDOW:
         acc, total, top = over_keys(

@@ -117,7 +117,7 @@ def sight(
     low = 0
     if WINDOW:
         low = tl.maximum(keys - queries - window + 1, 0) // N * N
-    stretch = tl.cdiv(tl.maximum(tl.cdiv(keys - low, splits), LEAST), N) * N
+    stretch = (tl.maximum((keys - low + splits - 1) // splits, LEAST) + N - 1) // N * N
     return keys, low, stretch
 
 
@@ -224,6 +224,8 @@ def split_kernel(
         if WINDOW or MASK != NO_MASK:
             right = start
         right = tl.maximum(start, right // N * N)
+        if UPCAST:
+            q_tile = q_tile.to(tl.float32)
         acc = tl.zeros([R, BLOCK], tl.float32)
         total = tl.zeros([R], tl.float32)
         top = tl.full([R], -float("inf"), tl.float32)
@@ -329,7 +331,7 @@ def run(
     group, block = Hq // Hkv, block_for(q, v)
     rows = group * Tq
     cut = cut or cut_for(q, Tk, block)
-    least = cut.keys if machine.interpreting() else LEAST_KEYS  # there, lengths are short
+    least = LEAST_KEYS // 4 if machine.interpreting() else LEAST_KEYS  # there, lengths are short
     splits = splits or splits_for(B * Hkv, Tk, processors(q.device) * cut.programs, least)
     hopper = capability(q.device) >= 9
     tma = (hopper and describable(k, v)) if tma is None else tma

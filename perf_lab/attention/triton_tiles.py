@@ -23,6 +23,8 @@ from perf_lab.op import Limit
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-3.0e38)  # of a mask's numbers in log2: in that unit the lowest float32 would be -inf
+# Of float32 inputs: three products of their tf32 parts, which leave out what is below 2^-22 of a product.
+PRECISION = tl.constexpr("tf32x3")
 NO_MASK, BOOL_MASK, ADDED_MASK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 VECTOR = 16  # bytes, of the widest load
 LARGEST_HEAD = 256
@@ -38,16 +40,6 @@ LIMITS = (
     Limit("sums are float32, too coarse for float64", lambda q, *_, **__: q.dtype is torch.float64),
     Limit(f"head dims up to {LARGEST_HEAD}", lambda q, k, v, **_: max(q.shape[3], v.shape[3]) > LARGEST_HEAD),
 )
-
-
-@triton.jit
-def dot(a, b, UPCAST: tl.constexpr):
-    """a @ b in float32: of float32 inputs as three products of tf32 parts, which leaves out only what is
-    below 2^-22 of a product. UPCAST: the interpreter multiplies bfloat16 as bit patterns.
-    """
-    if UPCAST:
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, input_precision="tf32x3")
 
 
 @triton.jit
@@ -89,6 +81,7 @@ def over_keys(
     k, v: pointers to the head's first key, or, TMA, descriptors of all. EDGE: some of these keys are not
     seen by some query; last_seen [M] is the last that each one sees. MASK: NO_MASK, or what lies at the
     pointers mask_at [M], mask_step elements apart from key to key (with EDGE). FULL: D = DV = BLOCK.
+    UPCAST: q is float32 and so must the rest be, since the interpreter multiplies bfloat16 as bit patterns.
     """
     d = tl.arange(0, BLOCK)
     for begin in tl.range(start, stop, N):
@@ -107,7 +100,9 @@ def over_keys(
                 k_tile = tl.load(k_at)
             else:
                 k_tile = tl.load(k_at, mask=(d < D)[:, None], other=0.0)
-        scores = dot(q, k_tile, UPCAST)  # [M, N]
+        if UPCAST:
+            k_tile = k_tile.to(tl.float32)
+        scores = tl.dot(q, k_tile, input_precision=PRECISION)  # [M, N]
         if EDGE:
             seen = inside[None, :]
             if CAUSAL:
@@ -150,7 +145,10 @@ def over_keys(
                 v_tile = tl.load(v_at)
             else:
                 v_tile = tl.load(v_at, mask=(d < DV)[None, :], other=0.0)
-        acc += dot(weights.to(v_tile.dtype), v_tile, UPCAST)
+        weights = weights.to(v_tile.dtype)
+        if UPCAST:
+            weights, v_tile = weights.to(tl.float32), v_tile.to(tl.float32)
+        acc += tl.dot(weights, v_tile, input_precision=PRECISION)
     return acc, total, top
 
 
