@@ -60,11 +60,11 @@ def test_descriptors_are_loaded_by_the_copy_engine(case):
 
 
 @on("flash", "flash by descriptor", "split", "split by descriptor")
-def test_half_precision_is_multiplied_by_the_tensor_cores(case):
-    """And float32 is not: they would round it to tf32. A tile of 16 rows is too few for wgmma."""
+def test_products_use_the_tensor_cores(case):
+    """float32 too, in three products of its parts. A tile of 16 rows is too few for wgmma."""
     kernel, _, dtype, target = case
-    half = "wgmma" if target == "sm_90" and kernel.startswith("flash") else "mma.sync"
-    assert built(case)["tensor_cores"] == (half if dtype == "bfloat16" else "none")
+    wide = target == "sm_90" and kernel.startswith("flash") and dtype != "float32"
+    assert built(case)["tensor_cores"] == ("wgmma" if wide else "mma.sync")
 
 
 def built(case: tuple[str, int, str, str]) -> dict[str, Any]:

@@ -333,6 +333,7 @@ def run(
     cut = cut or cut_for(q, Tk, block)
     least = LEAST_KEYS // 4 if machine.interpreting() else LEAST_KEYS  # there, lengths are short
     splits = splits or splits_for(B * Hkv, Tk, processors(q.device) * cut.programs, least)
+    splits = min(splits, MOST_SPLITS)  # one program merges them
     hopper = capability(q.device) >= 9
     tma = (hopper and describable(k, v)) if tma is None else tma
     pdl = (hopper and splits > 1 and not machine.interpreting()) if pdl is None else pdl
@@ -341,11 +342,10 @@ def run(
     sums = q.new_empty(B, Hkv, splits if splits > 1 else 0, 2, rows, dtype=torch.float32)
     places = (described(k, cut.keys, block), described(v, cut.keys, block)) if tma else (k, v)
     vec = VECTOR // q.element_size() if aligned(q, k, v, out) else 1
-    ragged = lengths is not None
-    step = lengths.stride(0) if ragged else 0
-    kind, mask_strides = NO_MASK.value, (0, 0, 0, 0)
+    ragged, step = lengths is not None, 0 if lengths is None else lengths.stride(0)
+    masked, mask_strides = NO_MASK.value, q.stride()
     if mask is not None:
-        kind = (BOOL_MASK if mask.dtype is torch.bool else ADDED_MASK).value
+        masked = (BOOL_MASK if mask.dtype is torch.bool else ADDED_MASK).value
         mask = mask.expand(B, Hq, Tq, Tk)
         mask_strides = mask.stride()
     with torch.cuda.device_of(q):
@@ -354,7 +354,7 @@ def run(
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
             *mask_strides, step, Hkv, group, Tq, Tk, window or 0, (scale or D**-0.5) * LOG2_E.value, splits,
             D, Dv,
-            block, tile_rows(rows), cut.keys, least, splits == 1, kind,
+            block, tile_rows(rows), cut.keys, least, splits == 1, masked,
             causal, window is not None, ragged, tma or (vec > 1 and block == D == Dv), vec, tma, pdl,
             machine.interpreting(), num_warps=cut.warps, num_stages=cut.stages, **overlap, **options,
         )  # fmt: skip
