@@ -96,7 +96,7 @@ def tuning_key(columns: int, rows: int, dtypes: Sequence[torch.dtype]) -> dict[s
     return {"columns": columns, "rows": 1 << (power - power % 2), "dtypes": " ".join(names)}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RowOp:
     """The kernels of one op over rows, with their place in the tables of tuned cuts.
 
