@@ -251,12 +251,11 @@ def test_new_sizes_compile_nothing_new(device, impl, dtype):
     block=st.sampled_from((16, 64, 256)),
     rows=st.sampled_from((1, 2, 8)),
     stages=st.sampled_from((1, 2, 3)),
-    programs=st.sampled_from((0, 1)),
     shape=st.tuples(lengths(9), lengths(300)),
 )
-def test_any_cut_of_the_kernel_is_right(device, impl, dtype, block, rows, stages, programs, shape):
+def test_any_cut_of_the_kernel_is_right(device, impl, dtype, block, rows, stages, shape):
     kernels = room(impl)
-    cut = kernels.Cut(block, 4, rows, stages, programs).checked()
+    cut = kernels.Cut(block, 4, rows, stages).checked()
     with_cut = dataclasses.replace(impl, fn=lambda *tensors: kernels.run(*tensors, 1e-6, cut))
     x, residual = Input(shape, dtype_name(dtype)), Input(shape, dtype_name(dtype), 1)
     check(with_cut, x, residual, Input(shape[-1:], dtype_name(dtype), 2), device=device)

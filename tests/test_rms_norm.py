@@ -257,13 +257,12 @@ def test_large_calls_stay_compiled_however_many(device, impl, monkeypatch):
     block=st.sampled_from((16, 64, 256)),
     rows=st.sampled_from((1, 2, 8)),
     stages=st.sampled_from((1, 2, 3)),
-    programs=st.sampled_from((0, 1)),
     shape=st.tuples(lengths(9), lengths(300)),
     values=st.sampled_from(IN_RANGE),
 )
-def test_any_cut_of_the_kernel_is_right(device, impl, dtype, block, rows, stages, programs, shape, values):
+def test_any_cut_of_the_kernel_is_right(device, impl, dtype, block, rows, stages, shape, values):
     kernels = room(impl)
-    cut = kernels.Cut(block, 4, rows, stages, programs).checked()
+    cut = kernels.Cut(block, 4, rows, stages).checked()
     with_cut = dataclasses.replace(impl, fn=lambda x, weight: kernels.run(x, weight, 1e-6, cut))
     x, weight = Input(shape, dtype_name(dtype), values=values), Input(shape[-1:], dtype_name(dtype), 1)
     check(with_cut, x, weight, device=device)

@@ -228,16 +228,13 @@ def test_large_calls_stay_compiled_however_many(device, impl, monkeypatch):
     block=st.sampled_from((16, 64, 256)),
     rows=st.sampled_from((1, 2, 8)),
     stages=st.sampled_from((1, 2, 3)),
-    programs=st.sampled_from((0, 1)),
-    split=st.sampled_from((0, 1)),
+    split=st.sampled_from((0, 1, 2)),
     shape=st.tuples(lengths(9), lengths(300)),
     values=st.sampled_from((*VALUES, "holes")),
 )
-def test_any_cut_of_the_kernel_is_right(
-    device, impl, dtype, block, rows, stages, programs, split, shape, values
-):
+def test_any_cut_of_the_kernel_is_right(device, impl, dtype, block, rows, stages, split, shape, values):
     kernels = room(impl)
-    cut = kernels.Cut(block, 4, rows, stages, programs, split).checked()
+    cut = kernels.Cut(block, 4, rows, stages, split).checked()
     with_cut = dataclasses.replace(impl, fn=lambda x: kernels.run(x, cut))
     check(with_cut, Input(shape, dtype_name(dtype), values=values), device=device)
 

@@ -19,9 +19,8 @@ ROOMS = ("rms_norm", "add_rms_norm", "softmax")
 FORMS = {  # columns, and what the cut without tuning is changed by
     "several rows": (64, {}),
     "one row": (4096, {}),
-    "looped rows": (4096, {"programs": 4, "stages": 3}),
     "steps": (262144, {"block": 8192, "warps": 16, "stages": 2, "split": 0}),
-    "split": (262144, {"block": 8192, "warps": 8, "split": 1}),
+    "split": (262144, {"block": 8192, "warps": 8, "stages": 2, "split": 4}),
 }
 CASES = [(room, form) for room in ROOMS for form in FORMS if form != "split" or room == "softmax"]
 TARGETS = {"sm_90": 90, "sm_80": 80}
@@ -91,15 +90,16 @@ def attempt(room: str, form: str, dtype: str, target: str) -> dict[str, Any]:
     except ImportError as error:
         return {"cannot": f"this triton cannot compile ahead of time: {error}"}
     kernel, constants, warps = cut(room, form)
+    constants["EARLY"] = TARGETS[target] >= 90
     signature = {name: kind(name, constants, DTYPES[dtype]) for name in kernel.arg_names}
     aligned = {
         (place,): [["tt.divisibility", 16]]  # of pointers and row lengths, as in a model
         for place, name in enumerate(kernel.arg_names)
-        if signature[name] not in ("constexpr", "fp32") and name not in ("rows", "parts")
+        if signature[name] not in ("constexpr", "fp32") and name not in ("rows", "parts", "blocks", "lag")
     }
     try:
         source = ASTSource(kernel, signature, constants, aligned)
-        options = {"num_warps": warps}
+        options = {"num_warps": warps, "launch_pdl": constants["EARLY"]}
         assembly = compile(source, target=GPUTarget("cuda", TARGETS[target], 32), options=options).asm
     except FileNotFoundError as error:
         return {"cannot": f"triton's assembler is missing: {error}"}
@@ -114,12 +114,11 @@ def cut(room: str, form: str) -> tuple[Any, dict[str, int], int]:
     columns, changes = FORMS[form]
     how = module.KERNELS.default(columns, 8192)._replace(**changes)
     if how.split:
-        parts = -(-columns // how.block)
-        return module.split_rows, {"BLOCK": how.block, "PADDED": parts, "PATIENCE": 1000}, how.warps
+        constants = {"BLOCK": how.block, "PADDED": 64 * how.warps, "PATIENCE": 1000}
+        return module.split_rows, constants, how.warps
     if columns > how.block:
         return module.long_rows, {"BLOCK": how.block, "STAGES": how.stages}, how.warps
-    stages = how.stages if how.programs else 0
-    return module.whole_rows, {"BLOCK": how.block, "ROWS": how.rows, "STAGES": stages}, how.warps
+    return module.whole_rows, {"BLOCK": how.block, "ROWS": how.rows}, how.warps
 
 
 def kind(name: str, constants: dict[str, int], element: str) -> str:

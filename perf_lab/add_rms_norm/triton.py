@@ -4,7 +4,7 @@ read once; or a longer row in steps, both read twice.
 perf_lab.rows says how a call is cut and launched.
 """
 
-# ruff: noqa: ANN001, ANN201, ANN202, D403 -- parameters of a kernel have Triton's types, not Python's
+# ruff: noqa: ANN001, ANN201, D403 -- parameters of a kernel have Triton's types, not Python's
 # mypy: disable-error-code="no-untyped-def"
 
 import torch
@@ -16,37 +16,7 @@ from perf_lab import machine
 from perf_lab.add_rms_norm import add_rms_norm
 from perf_lab.library import operator
 from perf_lab.op import Limit
-from perf_lab.rows import Cut, RowOp, as_rows, register
-
-
-@triton.jit
-def _block(
-    x_ptr,
-    residual_ptr,
-    y_ptr,
-    s_ptr,
-    weight,
-    block,
-    rows,
-    columns,
-    x_stride,
-    residual_stride,
-    eps,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """ROWS rows, whole; weight [1, BLOCK] in float32."""
-    row = tl.cast(block, tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
-    column = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
-    inside = (row < rows) & (column < columns)
-    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    residual = tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0)
-    s = (x + residual.to(tl.float32)).to(s_ptr.dtype.element_ty)
-    tl.store(s_ptr + row * columns + column, s, mask=inside)
-    s = s.to(tl.float32)  # as rounded
-    rstd = tl.rsqrt(tl.sum(s * s, 1) / columns + eps)  # [ROWS]
-    y = s * rstd[:, None] * weight
-    tl.store(y_ptr + row * columns + column, y.to(y_ptr.dtype.element_ty), mask=inside)
+from perf_lab.rows import Cut, RowOp, as_rows, let_next_start, register, wait_for_inputs
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -63,49 +33,26 @@ def whole_rows(
     eps,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """s [rows, columns] = x + residual, y = rms_norm of s, ROWS rows a block; columns <= BLOCK.
+    """s [rows, columns] = x + residual, y = rms_norm of s, ROWS rows a program; columns <= BLOCK.
 
     Strides: elements from one row to the next; columns of x, residual, weight and all of y, s are contiguous.
-    STAGES 0: a program a block; else programs loop over blocks, STAGES - 1 of them loaded ahead.
     """
+    wait_for_inputs(EARLY)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
     column = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
+    inside = (row < rows) & (column < columns)
+    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    residual = tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0)
     weight = tl.load(weight_ptr + column, mask=column < columns, other=0.0).to(tl.float32)
-    if STAGES == 0:
-        _block(
-            x_ptr,
-            residual_ptr,
-            y_ptr,
-            s_ptr,
-            weight,
-            tl.program_id(0),
-            rows,
-            columns,
-            x_stride,
-            residual_stride,
-            eps,
-            BLOCK,
-            ROWS,
-        )
-    else:
-        blocks = tl.cdiv(rows, ROWS)
-        for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0), num_stages=STAGES):
-            _block(
-                x_ptr,
-                residual_ptr,
-                y_ptr,
-                s_ptr,
-                weight,
-                block,
-                rows,
-                columns,
-                x_stride,
-                residual_stride,
-                eps,
-                BLOCK,
-                ROWS,
-            )
+    let_next_start(EARLY)
+    s = (x + residual.to(tl.float32)).to(s_ptr.dtype.element_ty)
+    tl.store(s_ptr + row * columns + column, s, mask=inside)
+    s = s.to(tl.float32)  # as rounded
+    rstd = tl.rsqrt(tl.sum(s * s, 1) / columns + eps)  # [ROWS]
+    y = s * rstd[:, None] * weight
+    tl.store(y_ptr + row * columns + column, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -121,11 +68,13 @@ def long_rows(
     eps,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """The same, one row a program: first s and its sum of squares, then from x and residual again y.
 
     Not from s: what other threads of the program wrote is theirs to read only after a barrier.
     """
+    wait_for_inputs(EARLY)
     x_ptr += tl.program_id(0).to(tl.int64) * x_stride
     residual_ptr += tl.program_id(0).to(tl.int64) * residual_stride
     y_ptr += tl.program_id(0).to(tl.int64) * columns
@@ -139,6 +88,7 @@ def long_rows(
         s = (x + residual).to(s_ptr.dtype.element_ty)
         tl.store(s_ptr + column, s, mask=column < columns)
         squares += s.to(tl.float32) * s.to(tl.float32)
+    let_next_start(EARLY)
     rstd = tl.rsqrt(tl.sum(squares, 0) / columns + eps)
     for start in tl.range(0, columns, BLOCK, num_stages=STAGES):
         column = start + block

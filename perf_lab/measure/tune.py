@@ -19,7 +19,6 @@ from perf_lab.measure.bench import copies_for
 from perf_lab.measure.clock import device_timer
 from perf_lab.numerics import WrongError, judge
 from perf_lab.op import load_all
-from perf_lab.strategies import Input
 from perf_lab.tuning import Config, Entry, Key, Tunable
 
 ROUNDS = 15
@@ -116,8 +115,9 @@ def seconds(tunable: Tunable, key: Key, config: Config) -> float | None:
 
 def argument_sets(tunable: Tunable, key: Key) -> list[tuple[Any, ...]]:
     """As many sets of random arguments as make every call cold."""
-    recipes = [Input(shape, dtype, seed) for seed, (shape, dtype) in enumerate(tunable.inputs(key))]
-    first = tuple(recipe.on("cuda") for recipe in recipes)
+    first = tuple(
+        torch.randn(shape, device="cuda").to(getattr(torch, dtype)) for shape, dtype in tunable.inputs(key)
+    )
     size = 2 * max(value.numel() * value.element_size() for value in first)
     return [first, *(tuple(v.roll(i) for v in first) for i in range(1, copies_for(size, "cuda")))]
 

@@ -3,7 +3,7 @@
 perf_lab.rows says how a call is cut and launched.
 """
 
-# ruff: noqa: ANN001, ANN201, ANN202, D403 -- parameters of a kernel have Triton's types, not Python's
+# ruff: noqa: ANN001, ANN201, D403 -- parameters of a kernel have Triton's types, not Python's
 # mypy: disable-error-code="no-untyped-def"
 
 import torch
@@ -15,21 +15,7 @@ from perf_lab import machine
 from perf_lab.library import operator
 from perf_lab.op import Limit
 from perf_lab.rms_norm import rms_norm
-from perf_lab.rows import Cut, RowOp, as_rows, register
-
-
-@triton.jit
-def _block(
-    x_ptr, y_ptr, weight, block, rows, columns, x_stride, eps, BLOCK: tl.constexpr, ROWS: tl.constexpr
-):
-    """ROWS rows, whole; weight [1, BLOCK] in float32."""
-    row = tl.cast(block, tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
-    column = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
-    inside = (row < rows) & (column < columns)
-    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    rstd = tl.rsqrt(tl.sum(x * x, 1) / columns + eps)  # [ROWS]
-    y = x * rstd[:, None] * weight
-    tl.store(y_ptr + row * columns + column, y.to(y_ptr.dtype.element_ty), mask=inside)
+from perf_lab.rows import Cut, RowOp, as_rows, let_next_start, register, wait_for_inputs
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -43,26 +29,38 @@ def whole_rows(
     eps,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """y [rows, columns] = rms_norm of x, ROWS rows a block; columns <= BLOCK.
+    """y [rows, columns] = rms_norm of x, ROWS rows a program; columns <= BLOCK.
 
     x_stride: elements from one row of x to the next; columns of x, weight and all of y are contiguous.
-    STAGES 0: a program a block; else programs loop over blocks, STAGES - 1 of them loaded ahead.
     """
+    wait_for_inputs(EARLY)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
     column = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
+    inside = (row < rows) & (column < columns)
+    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + column, mask=column < columns, other=0.0).to(tl.float32)
-    if STAGES == 0:
-        _block(x_ptr, y_ptr, weight, tl.program_id(0), rows, columns, x_stride, eps, BLOCK, ROWS)
-    else:
-        blocks = tl.cdiv(rows, ROWS)
-        for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0), num_stages=STAGES):
-            _block(x_ptr, y_ptr, weight, block, rows, columns, x_stride, eps, BLOCK, ROWS)
+    let_next_start(EARLY)
+    rstd = tl.rsqrt(tl.sum(x * x, 1) / columns + eps)  # [ROWS]
+    y = x * rstd[:, None] * weight
+    tl.store(y_ptr + row * columns + column, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def long_rows(x_ptr, weight_ptr, y_ptr, columns, x_stride, eps, BLOCK: tl.constexpr, STAGES: tl.constexpr):
+def long_rows(
+    x_ptr,
+    weight_ptr,
+    y_ptr,
+    columns,
+    x_stride,
+    eps,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     """y [rows, columns] = rms_norm of x, one row a program: first the sum of squares, then the result."""
+    wait_for_inputs(EARLY)
     x_ptr += tl.program_id(0).to(tl.int64) * x_stride
     y_ptr += tl.program_id(0).to(tl.int64) * columns
     block = tl.arange(0, BLOCK)
@@ -71,6 +69,7 @@ def long_rows(x_ptr, weight_ptr, y_ptr, columns, x_stride, eps, BLOCK: tl.conste
         column = start + block
         x = tl.load(x_ptr + column, mask=column < columns, other=0.0).to(tl.float32)
         squares += x * x
+    let_next_start(EARLY)
     rstd = tl.rsqrt(tl.sum(squares, 0) / columns + eps)
     for start in tl.range(0, columns, BLOCK, num_stages=STAGES):
         column = start + block
