@@ -29,6 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.runtime.errors import OutOfResources
 
 from perf_lab import tuning
 
@@ -135,9 +136,21 @@ class RowOp:
     default: Callable[[int, int], Cut] = default_cut
     revision: int = 1
 
-    def cut(self, x: Tensor, *dtypes: torch.dtype) -> Cut:
-        """The tuned cut for a call on x [R, C] with these dtypes, else the default."""
-        return _cut(self, x.device, x.shape[1], x.shape[0], dtypes)
+    def tuned(self, launch: Callable[[Cut], None], x: Tensor, *dtypes: torch.dtype) -> None:
+        """Launch with the tuned cut for a call on x [R, C] with these dtypes, else with the default.
+        A tuned cut that this GPU has no room for (registers, shared memory) is not tried again.
+        """
+        columns, rows = x.shape[1], x.shape[0]
+        cut = _cut(self, x.device, columns, rows, dtypes)
+        try:
+            launch(cut)
+        except OutOfResources:
+            default = self.default(columns, rows)
+            if cut == default:
+                raise
+            _too_large.add((self, x.device, cut))
+            _cut.cache_clear()
+            launch(default)
 
     def run(
         self,
@@ -163,11 +176,16 @@ class RowOp:
                 self.whole[grid](*tensors, rows, columns, *strides, *scalars, *constants, **how)
 
 
+_too_large: set[tuple[RowOp, torch.device, Cut]] = set()
+
+
 @functools.lru_cache(maxsize=4096)
 def _cut(op: RowOp, device: torch.device, columns: int, rows: int, dtypes: tuple[torch.dtype, ...]) -> Cut:
     key = tuning_key(columns, rows, dtypes)
     tuned = tuning.find(op.name, key, op.revision, device, Cut.read)
-    return tuned or op.default(columns, rows)
+    if tuned is None or (op, device, tuned) in _too_large:
+        return op.default(columns, rows)
+    return tuned
 
 
 tuning.on_change(_cut.cache_clear)

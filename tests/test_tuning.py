@@ -210,6 +210,48 @@ def test_rows_of_one_key_differ_less_than_fourfold(device, impl, columns, count)
     assert key == rows.tuning_key(columns, key["rows"], (torch.bfloat16,))
 
 
+class Kernel:
+    """In place of a kernel: notes the warps of each launch; 32 are too many for this GPU."""
+
+    def __init__(self):
+        self.launched = []
+
+    def __getitem__(self, grid):
+        def launch(*args, num_warps, **options):
+            self.launched.append(num_warps)
+            if num_warps == 32:
+                raise OutOfResources(300_000, 232_448, "shared memory")
+
+        return launch
+
+
+starter = Op("starter")  # implementations: (row op, x, launch)
+if rows is not None:
+    from triton.runtime.errors import OutOfResources
+
+    starter.register("tuned", devices=("cpu",))(lambda op, x, launch: op.tuned(launch, x, x.dtype))
+del OPS[starter.name]
+
+
+@implementations(starter)
+def test_a_tuned_cut_too_large_for_the_gpu_gives_way_to_the_default(device, impl):
+    kernel, x = Kernel(), torch.ones(2, 4096)
+    op = rows.RowOp("softmax", kernel, None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuning, "find", lambda *args: rows.Cut(4096, 32))
+        for _ in range(2):
+            impl.fn(op, x, lambda cut: op.run((x,), (), (x,), (), cut))
+    assert kernel.launched == [32, 8, 8]  # not tried again
+
+
+@implementations(starter)
+def test_a_default_too_large_for_the_gpu_is_an_error(device, impl):
+    kernel, x = Kernel(), torch.ones(2, 4096)
+    op = rows.RowOp("softmax", kernel, None, default=lambda columns, count: rows.Cut(4096, 32))
+    with pytest.raises(OutOfResources):
+        impl.fn(op, x, lambda cut: op.run((x,), (), (x,), (), cut))
+
+
 # the tuner, on a kernel whose times are made up
 
 

@@ -109,10 +109,17 @@ def run(
     """(y, s) of x, residual [..., C] with a given cut, or the one of this call; any cut is right."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     s = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if x.numel():
-        flat = as_rows(x)  # [R, C]
-        cut = cut or KERNELS.cut(flat, x.dtype, weight.dtype)
-        KERNELS.run((flat, as_rows(residual)), (weight.contiguous(),), (y, s), (eps,), cut)
+    if x.numel() == 0:
+        return y, s
+    inputs, weight = (as_rows(x), as_rows(residual)), weight.contiguous()  # [R, C] each, [C]
+
+    def launch(cut: Cut) -> None:
+        KERNELS.run(inputs, (weight,), (y, s), (eps,), cut)
+
+    if cut is None:
+        KERNELS.tuned(launch, inputs[0], x.dtype, weight.dtype)
+    else:
+        launch(cut)
     return y, s
 
 

@@ -85,10 +85,17 @@ KERNELS = RowOp("rms_norm", whole_rows, long_rows, (torch.bfloat16, torch.bfloat
 def run(x: Tensor, weight: Tensor, eps: float = 1e-6, cut: Cut | None = None) -> Tensor:
     """RMS norm of x [..., C] with a given cut, or the one of this call; any cut is right."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if x.numel():
-        flat = as_rows(x)  # [R, C]
-        cut = cut or KERNELS.cut(flat, x.dtype, weight.dtype)
-        KERNELS.run((flat,), (weight.contiguous(),), (y,), (eps,), cut)
+    if x.numel() == 0:
+        return y
+    flat, weight = as_rows(x), weight.contiguous()  # [R, C], [C]
+
+    def launch(cut: Cut) -> None:
+        KERNELS.run((flat,), (weight,), (y,), (eps,), cut)
+
+    if cut is None:
+        KERNELS.tuned(launch, flat, x.dtype, weight.dtype)
+    else:
+        launch(cut)
     return y
 
 

@@ -221,12 +221,18 @@ def run(x: Tensor, cut: Cut | None = None) -> Tensor:
     if x.numel() == 0:
         return y
     flat = as_rows(x)  # [R, C]
-    cut = cut or KERNELS.cut(flat, x.dtype)
-    parts = math.ceil(flat.shape[1] / cut.block)
-    if cut.split and 1 < parts <= MOST_PARTS and flat.shape[0] * parts < 2**30:
-        _split(flat, y, cut, parts)
+
+    def launch(cut: Cut) -> None:
+        parts = math.ceil(flat.shape[1] / cut.block)
+        if cut.split and 1 < parts <= MOST_PARTS and flat.shape[0] * parts < 2**30:
+            _split(flat, y, cut, parts)
+        else:
+            KERNELS.run((flat,), (), (y,), (), cut)
+
+    if cut is None:
+        KERNELS.tuned(launch, flat, x.dtype)
     else:
-        KERNELS.run((flat,), (), (y,), (), cut)
+        launch(cut)
     return y
 
 

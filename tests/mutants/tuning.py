@@ -1,5 +1,6 @@
 """Wrong readers of tables, wrong checks of cuts, a tuner that keeps the wrong configuration."""
 
+import contextlib
 import dataclasses
 import json
 import warnings
@@ -141,6 +142,23 @@ if test_tuning.rows is not None:
     def small_blocks_only(config: Config) -> Any:
         """Blocks past 1024 are refused."""
         return Cut.read({**config, "block": min(config["block"], 1024)})
+
+    @mutant(
+        test_tuning.starter,
+        killed_by="test_tuning::test_a_tuned_cut_too_large_for_the_gpu_gives_way_to_the_default",
+    )
+    def tries_each_time(op: Any, x: Any, launch: Any) -> None:
+        """A cut that does not fit is tried again in every call."""
+        try:
+            launch(Cut(4096, 32))
+        except test_tuning.OutOfResources:
+            launch(op.default(x.shape[1], x.shape[0]))
+
+    @mutant(test_tuning.starter, killed_by="test_tuning::test_a_default_too_large_for_the_gpu_is_an_error")
+    def hides_the_error(op: Any, x: Any, launch: Any) -> None:
+        """Where nothing fits, nothing is written, and nobody is told."""
+        with contextlib.suppress(test_tuning.OutOfResources):
+            op.tuned(launch, x, x.dtype)
 
 
 @mutant(chooser, killed_by="test_tuning::test_the_fastest_is_kept")
