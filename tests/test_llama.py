@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from perf_lab.generate import generate
 from perf_lab.model.load import converting, from_hugging_face, loading, reading
 from perf_lab.numerics import assert_close
 from perf_lab.pytest_plugin import implementations
@@ -87,6 +88,7 @@ def hugging_face_configs(draw: Any, kinds: tuple[str, ...] = tuple(ropes)) -> An
         "tie_word_embeddings": draw(st.booleans()),
         "bos_token_id": None,
         "eos_token_id": None,
+        "pad_token_id": 0,
     }
     if draw(st.booleans()):
         biases = {"attention_bias": draw(st.booleans()), "mlp_bias": draw(st.booleans())}
@@ -207,8 +209,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @given(config=hugging_face_configs(), seed=seeds, batch=st.integers(1, 2), data=st.data())
 def test_the_logits_are_those_of_transformers(device, impl, config, seed, batch, data):
     with in_float64():
-        theirs = random_model(config, seed)
-        ours = impl(theirs, device=device)
+        theirs = random_model(config, seed).to(device)
+        ours = impl(theirs)
         length = data.draw(st.integers(1, min(16, ours.config.max_length)), label="length")
         tokens = ids(ours.config, (batch, length), seed, device)
         same(ours(tokens), theirs(tokens).logits, EXACT, f"{config}, seed {seed}, {length} tokens")
@@ -218,8 +220,8 @@ def test_the_logits_are_those_of_transformers(device, impl, config, seed, batch,
 @given(config=hugging_face_configs(), seed=seeds, chunks=cuts)
 def test_any_split_gives_the_logits_that_it_gives_transformers(device, impl, config, seed, chunks):
     with in_float64():
-        theirs = random_model(config, seed)
-        ours = impl(theirs, device=device)
+        theirs = random_model(config, seed).to(device)
+        ours = impl(theirs)
         chunks = within(chunks, ours.config.max_length)
         parts = ids(ours.config, (2, sum(chunks)), seed, device).split(chunks, 1)
         mine, kept = empty_cache(ours, 2, sum(chunks)), transformers.DynamicCache()
@@ -249,6 +251,17 @@ def test_a_padded_row_of_a_stretched_model_is_as_if_alone(device, impl, config, 
         for row, pad in enumerate(pads):
             alone = ours(tokens[row : row + 1, pad:])
             same(padded[row : row + 1, pad:], alone, EXACT, f"{config}, seed {seed}, row {row} of {pads}")
+
+
+@implementations(converting)
+@given(config=hugging_face_configs(), seed=seeds, graph=st.booleans())
+def test_greedy_text_is_that_of_transformers(device, impl, config, seed, graph):
+    with in_float64():
+        theirs = random_model(config, seed).to(device)
+        ours = impl(theirs)
+        prompt = ids(ours.config, (2, 3), seed, device)
+        should_be = theirs.generate(prompt, max_new_tokens=5, do_sample=False, attention_mask=prompt >= 0)
+        assert torch.equal(generate(ours, prompt, 5, graph=graph), should_be), f"{config}, seed {seed}"
 
 
 @implementations(converting)

@@ -179,6 +179,18 @@ def coarse_rotation(model: Any, **how: Any) -> Transformer:
     return ours
 
 
+@mutant(converting, killed_by="test_llama::test_greedy_text_is_that_of_transformers")
+def window_ends_with_the_prompt(model: Any, **how: Any) -> Transformer:
+    """After the prompt, a window no longer hides anything."""
+    ours = from_hugging_face(model, **how)
+    for layer in ours.layers:
+        attend, window = layer.attention.attend, layer.attention.window
+        layer.attention.attend = lambda q, k, v, attend=attend, window=window, **how: attend(
+            q, k, v, **{**how, "window": window if q.shape[2] > 1 else None}
+        )
+    return ours
+
+
 @mutant(converting, killed_by="test_llama::test_every_matrix_but_a_tied_head_can_be_quantized")
 def gate_up_of_another_class(model: Any, **how: Any) -> Transformer:
     """gate_up is a subclass of Linear, which quantize_ leaves alone."""
