@@ -16,7 +16,7 @@ from torch import Tensor
 from perf_lab.generate import generate
 from perf_lab.model import Transformer, cost
 from perf_lab.model.load import from_hugging_face
-from perf_lab.model.smollm2 import load_smollm2, why_missing
+from perf_lab.model.smollm2 import load_decoder, load_smollm2, why_missing
 from perf_lab.pytest_plugin import lengths, on_devices
 
 NEW = {"cpu": 24, "cuda": 128}  # tokens
@@ -116,9 +116,7 @@ def without_end(model: Any) -> Any:
     return endless
 
 
-@functools.cache
-def smollm2() -> Transformer:
-    return from_hugging_face(load_smollm2()[0])
+smollm2 = functools.cache(load_decoder)
 
 
 @functools.lru_cache(maxsize=1)

