@@ -4,9 +4,7 @@ Without it each step computes the whole sequence again; with it, one token, but 
 GPU may wait for its launches: the table shows from which length on the cache wins, and by how much.
 """
 
-import copy
 import functools
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ from torch import Tensor
 
 from perf_lab.generate import generate
 from perf_lab.model import ModelConfig, Transformer, cost
-from perf_lab.model.smollm2 import load_smollm2, why_missing
+from perf_lab.model.smollm2 import load_decoder, why_missing
 from perf_lab.op import Cost
 from perf_lab.pytest_plugin import lengths, on_devices
 
@@ -58,7 +56,7 @@ def test_generate_speed(bench, device, impl, length):
 @pytest.mark.parametrize("impl", ["uncached", "cached"])
 @lengths(128, 256)
 def test_smollm2_generate_speed(bench, device, impl, length):
-    """The same with the weights of SmolLM2-135M-Instruct, computed by transformers; REAL_NEW tokens."""
+    """The same with the weights of SmolLM2-135M-Instruct; REAL_NEW tokens."""
     model, prompt = smollm2(device), random_prompt(length, device)
     cached = impl == "cached"
     flops = 2 * REAL_PARAMETERS * (length + REAL_NEW if cached else REAL_NEW * (length + REAL_NEW / 2))
@@ -100,12 +98,7 @@ def cache_bytes(length: int) -> int:
     return Transformer(CONFIG, device="meta").new_cache(1, length + NEW - 1).nbytes
 
 
-@functools.cache
-def smollm2(device: str) -> Any:
-    """SmolLM2 behind the lab's decoder interface."""
-    from perf_lab.model.hugging_face import HuggingFaceDecoder
-
-    return HuggingFaceDecoder(copy.deepcopy(load_smollm2()[0]).to(device))
+smollm2 = functools.cache(load_decoder)
 
 
 @functools.cache

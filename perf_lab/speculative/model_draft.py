@@ -99,7 +99,7 @@ class ModelDraft:
 def first_layers(model: Any, n: int) -> Any:
     """The model of the first n layers, with the same embeddings, norm and head: shared, not copied.
 
-    Works on what has a method of that name, and on a `HuggingFaceDecoder`. Raises ValueError unless
+    Works on what has a method of that name, and on a wrapped transformers model. Raises ValueError unless
     1 <= n <= layers, TypeError for other models.
     """
     if hasattr(model, "first_layers"):
