@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from perf_lab.model import ModelConfig, cost, decoder, oracle
+from perf_lab.model.rope import Dynamic, Linear, LongRope
 from perf_lab.numerics import assert_close, poisoned
 from perf_lab.pytest_plugin import implementations, on_devices
 
@@ -272,11 +273,13 @@ def test_the_cost_is_that_of_the_matrix_products(config, batch, new, known):
 
 
 @on_devices("cuda")
-def test_a_step_does_not_wait_for_the_device(device):
-    model, tokens = (
-        build(decoder["transformer"], SMALL, 0, device, torch.float32),
-        ids(SMALL, (1, 4), 0, device),
-    )
+@pytest.mark.parametrize(
+    "rope", [None, Linear(2.0), Dynamic(2.0, 3), LongRope((1.0, 2.0), (3.0, 4.0), 3, 1.5)]
+)
+def test_a_step_does_not_wait_for_the_device(device, rope):
+    config = dataclasses.replace(SMALL, mlp="swiglu", rope=rope)
+    model = build(decoder["transformer"], config, 0, device, torch.float32)
+    tokens = ids(SMALL, (1, 4), 0, device)
     cache = model.new_cache(1, 8)
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -4,6 +4,7 @@ queries and keys together, no mask for a single token, nothing that waits for th
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 from perf_lab.attention import attention
 from perf_lab.kv_cache import ContiguousCache
 from perf_lab.model import ModelConfig, decoder
-from perf_lab.model.rope import Dynamic, LongRope, plain_speeds
+from perf_lab.model.rope import ByLength, plain_speeds
 from perf_lab.model.step import decode_step, fuses
 
 Where = slice | Tensor  # positions: a slice of the tables (a view, no kernel), or [T] or [B, T] int64
@@ -290,20 +291,27 @@ class Rotary(nn.Module):
         super().__init__()
         speeds, rope = plain_speeds(config.rope_theta, config.head_dim), config.rope
         self.gain = 1.0 if rope is None else rope.gain
-        self.by_length = rope if isinstance(rope, Dynamic | LongRope) else None
-        if isinstance(rope, Dynamic | LongRope):
-            self.rows = {torch.device("cpu"): rope.rows(speeds)}  # once a device
+        self.by_length: ByLength | None = None
+        self.rows: dict[torch.device, Tensor] = {}  # of by_length, [2, D/2] on each device so far
+        length = config.max_length
+        if isinstance(rope, ByLength):
+            self.by_length, length = rope, 0
+            self.rows[speeds.device] = rope.rows(speeds)
         elif rope is not None:
             speeds = rope.speeds(speeds, config.rope_theta)
-        length = 0 if self.by_length else config.max_length
         angle = torch.outer(torch.arange(length, dtype=torch.float64, device="cpu"), speeds)
         cos, sin = self._of(angle)
         self.register_buffer("cos", cos.to(device, dtype), persistent=False)
         self.register_buffer("sin", sin.to(device, dtype), persistent=False)
+        if self.by_length:
+            self._rows()
 
     def forward(self, where: Where) -> tuple[Tensor, Tensor]:
         """Cosines and sines [T, 1, D] or [B, T, 1, D], to be broadcast over heads."""
-        cos, sin = (self.cos[where], self.sin[where]) if self.by_length is None else self._computed(where)
+        if self.by_length is None:
+            cos, sin = self.cos[where], self.sin[where]
+        else:
+            cos, sin = self._computed(self.by_length, where)
         return cos.unsqueeze(-2), sin.unsqueeze(-2)
 
     def _of(self, angle: Tensor) -> tuple[Tensor, Tensor]:
@@ -311,20 +319,29 @@ class Rotary(nn.Module):
         sin = angle.sin() * self.gain
         return (angle.cos() * self.gain).repeat(*[1] * (angle.ndim - 1), 2), torch.cat((-sin, sin), -1)
 
-    def _computed(self, where: Where) -> tuple[Tensor, Tensor]:
+    def _computed(self, scaling: ByLength, where: Where) -> tuple[Tensor, Tensor]:
         """[T, D] or [B, T, D], each row by the length of its own sequence. Nothing waits for the device."""
+        if isinstance(where, slice):
+            where = torch.arange(where.start, where.stop, device=self.cos.device)
+        lengths = where.amax(-1, keepdim=True) + 1 if where.shape[-1] else where.new_ones(1)  # [1] or [B, 1]
+        speeds = scaling.speeds_at(self._rows(), lengths)  # [D/2] or [B, D/2]
+        cos, sin = self._of(where.unsqueeze(-1) * speeds.unsqueeze(-2))
+        return cos.to(self.cos.dtype), sin.to(self.sin.dtype)
+
+    def _rows(self) -> Tensor:
+        """Those on the device of the buffers; float64 where it has that, whatever the buffers' dtype."""
         device = self.cos.device
         if device not in self.rows:
             wide = torch.float32 if device.type == "mps" else torch.float64
             self.rows[device] = self.rows[torch.device("cpu")].to(device, wide)
-        rows = self.rows[device]  # [2, D/2]
-        if isinstance(where, slice):
-            where = torch.arange(where.start, where.stop, device=device)
-        assert self.by_length is not None
-        lengths = where.amax(-1, keepdim=True) + 1 if where.shape[-1] else where.new_ones(1)  # [1] or [B, 1]
-        speeds = self.by_length.speeds_at(rows, lengths)  # [D/2] or [B, D/2]
-        cos, sin = self._of(where.unsqueeze(-1) * speeds.unsqueeze(-2))
-        return cos.to(self.cos.dtype), sin.to(self.sin.dtype)
+        return self.rows[device]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """What every move of a module goes through: the copy to a device is then not left to a step."""
+        super()._apply(fn, recurse)
+        if self.by_length:
+            self._rows()
+        return self
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
