@@ -21,6 +21,7 @@ from perf_lab.model.load import converting, from_hugging_face, loading, reading
 from perf_lab.numerics import assert_close
 from perf_lab.pytest_plugin import implementations
 from perf_lab.quant import QuantizedLinear, quantize_
+from perf_lab.strategies import lengths
 
 from .test_kv_cache import refuses
 from .test_model import cuts, empty_cache, ids, seeds, within
@@ -44,11 +45,14 @@ ropes = {
         }
     ),
     "yarn": st.fixed_dictionaries(
-        {"factor": st.sampled_from([1.5, 4.0]), "original_max_position_embeddings": st.sampled_from([8, 16])},
+        {
+            "factor": st.sampled_from([1.5, 4.0]),
+            "original_max_position_embeddings": st.sampled_from([8, 16]),
+            "beta_fast": st.sampled_from([2.0, None, 8.0]),
+            "beta_slow": st.sampled_from([0.25, None, 0.5]),
+        },
         optional={
             "attention_factor": st.sampled_from([0.5, 1.25]),
-            "beta_fast": st.sampled_from([2.0, 8.0]),
-            "beta_slow": st.sampled_from([0.25, 0.5]),
             "truncate": st.booleans(),
             "mscale": st.sampled_from([0.7, 1.0]),
             "mscale_all_dim": st.sampled_from([0.5, 1.5]),
@@ -78,7 +82,7 @@ def hugging_face_configs(draw: Any, kinds: tuple[str, ...] = tuple(ropes)) -> An
         "vocab_size": 19,
         "hidden_size": heads * draw(st.sampled_from([4, 6])),
         "intermediate_size": draw(st.sampled_from([8, 20])),
-        "num_hidden_layers": draw(st.integers(1, 3)),
+        "num_hidden_layers": draw(st.sampled_from([2, 1, 3])),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
@@ -93,10 +97,11 @@ def hugging_face_configs(draw: Any, kinds: tuple[str, ...] = tuple(ropes)) -> An
     if draw(st.booleans()):
         biases = {"attention_bias": draw(st.booleans()), "mlp_bias": draw(st.booleans())}
         return transformers.LlamaConfig(**settings, **biases)
+    first = draw(st.sampled_from([None, 1, 0, 2]))  # layer with a window
     windows = {
-        "use_sliding_window": draw(st.booleans()),
-        "sliding_window": draw(st.integers(1, 6)),
-        "max_window_layers": draw(st.integers(0, 3)),
+        "use_sliding_window": first is not None,
+        "sliding_window": draw(st.integers(2, 6)),  # of 1, transformers' cache keeps keys[-0:], all of them
+        "max_window_layers": first or 0,
     }
     return transformers.Qwen2Config(**settings, **windows)
 
@@ -211,9 +216,19 @@ def test_the_logits_are_those_of_transformers(device, impl, config, seed, batch,
     with in_float64():
         theirs = random_model(config, seed).to(device)
         ours = impl(theirs)
-        length = data.draw(st.integers(1, min(16, ours.config.max_length)), label="length")
+        length = data.draw(lengths(min(16, ours.config.max_length), 1), label="length")
         tokens = ids(ours.config, (batch, length), seed, device)
         same(ours(tokens), theirs(tokens).logits, EXACT, f"{config}, seed {seed}, {length} tokens")
+
+
+@implementations(converting)
+@given(config=hugging_face_configs(("longrope", "dynamic")), seed=seeds, beyond=st.sampled_from([0, 1, 5]))
+def test_positions_stretch_once_the_sequence_is_longer_than_the_original(device, impl, config, seed, beyond):
+    with in_float64():
+        theirs = random_model(config, seed).to(device)
+        ours = impl(theirs)
+        tokens = ids(ours.config, (1, original_length(config) + beyond), seed, device)
+        same(ours(tokens), theirs(tokens).logits, EXACT, f"{config}, seed {seed}, {beyond} beyond")
 
 
 @implementations(converting)
@@ -236,7 +251,7 @@ def test_in_float32_too_transformers_as_it_is_gives_these_logits(device, impl, c
     with torch.no_grad():
         theirs = random_model(config, seed).to(device)
         ours = impl(theirs, device=device)
-        length = data.draw(st.integers(1, min(16, ours.config.max_length)), label="length")
+        length = data.draw(lengths(min(16, ours.config.max_length), 1), label="length")
         tokens = ids(ours.config, (2, length), seed, device)
         same(ours(tokens), theirs(tokens).logits, SINGLE, f"{config}, seed {seed}, {length} tokens")
 
@@ -406,6 +421,11 @@ def write_gguf(model: Any, path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def original_length(config: Any) -> int:
+    """Tokens of the sequences that the model was first trained with."""
+    return config.rope_parameters.get("original_max_position_embeddings", config.max_position_embeddings)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from . import mutant
 
 LOGITS = "test_llama::test_the_logits_are_those_of_transformers"
 SPLIT = "test_llama::test_any_split_gives_the_logits_that_it_gives_transformers"
+STRETCH = "test_llama::test_positions_stretch_once_the_sequence_is_longer_than_the_original"
 FOLDER = "test_llama::test_a_folder_holds_the_model_that_was_saved_in_it"
 NAMED = "test_llama::test_a_tensor_that_is_not_as_it_should_be_is_named"
 
@@ -135,13 +136,13 @@ class Misled:
         return self.scaling.speeds_at(rows, self.wrong(self.scaling, length))
 
 
-@mutant(converting, killed_by=LOGITS)
+@mutant(converting, killed_by=STRETCH)
 def always_short(model: Any, **how: Any) -> Transformer:
     """dynamic and longrope take every sequence for a short one."""
     return at_length(lambda scaling, length: torch.ones_like(length))(model, **how)
 
 
-@mutant(converting, killed_by=LOGITS)
+@mutant(converting, killed_by=STRETCH)
 def long_one_too_early(model: Any, **how: Any) -> Transformer:
     """longrope takes a sequence of the original length for a long one."""
     shift = {LongRope: 1, Dynamic: 0}
