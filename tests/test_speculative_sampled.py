@@ -6,6 +6,7 @@ weight, and the weighted outcomes are the law. The number lies near one end of i
 with an edge elsewhere shows.
 """
 
+import functools
 import itertools
 import math
 from collections import Counter
@@ -21,11 +22,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from perf_lab.kv_cache import ContiguousCache
+from perf_lab.model import ModelConfig, Transformer
 from perf_lab.numerics import WrongError, eps
 from perf_lab.op import Implementation
 from perf_lab.pytest_plugin import implementations
 from perf_lab.sampling import Sampling, law
 from perf_lab.speculative import ModelDraft, Proposal, acceptance, speculative
+from perf_lab.speculative.draft_verify import draft_verify
 
 from .mutants.speculative_sampled import Rule
 
@@ -294,6 +297,36 @@ def test_the_same_seed_gives_the_same_tokens(device, impl, seed, gamma, new, how
     )
     assert torch.equal(first.tokens, again.tokens)
     assert first.rounds == again.rounds
+
+
+@implementations(speculative)
+@given(
+    seed=st.integers(0, 20),
+    draft_seed=st.integers(0, 20),
+    vocab=st.integers(3, 6),
+    gamma=st.integers(1, 4),
+    new=st.integers(0, 9),
+    how=hows,
+    drafts=st.just(Sampling()) | st.none() | hows,
+    eos=st.none() | st.integers(0, 4),
+)
+def test_the_same_numbers_give_the_same_rounds_by_every_way(
+    device, impl, seed, draft_seed, vocab, gamma, new, how, drafts, eos
+):
+    target, small = decoder(device, seed, 5), decoder(device, draft_seed, vocab)
+    prompt = torch.tensor([[seed % 5, 1, 2]], device=device)
+    uniform = torch.rand(new, 1, 2 * gamma + 1, generator=torch.Generator().manual_seed(seed)).to(device)
+    ask: dict[str, Any] = {"gamma": gamma, "sampling": how, "uniform": uniform, "eos": eos}
+    got = impl(target, ModelDraft(small, drafts), prompt, new, **ask)
+    should_be = draft_verify(target, ModelDraft(small, drafts), prompt, new, **ask)
+    assert got.tokens.tolist() == should_be.tokens.tolist()
+    assert got.rounds == should_be.rounds
+
+
+@functools.cache
+def decoder(device: str, seed: int, vocab: int) -> Transformer:
+    config = ModelConfig(vocab_size=vocab, layers=1, width=8, heads=2, max_length=32)
+    return Transformer.seeded(config, seed, exact(device), device).requires_grad_(False)
 
 
 @implementations(speculative)

@@ -39,6 +39,9 @@ caches     after each round, and at the end, the target's holds committed[:-1]: 
            the next round. Of a cache only append, commit and truncate are used: any of this interface serves.
 rounds     k = 0 in the last one if a single token is left: then the draft is not asked. The first round
            computes the prompt too, so n tokens of an always right draft take ceil(n / (gamma + 1)) forwards.
+graph      None: one row's rounds after the first run from a CUDA graph (perf_lab.speculative.recorded), where
+           device, models and caches can; False: they never do; True: the same rounds wherever models and
+           caches can, recorded on a CUDA device and run as they are elsewhere.
 waits      the host waits for the device once a round, whatever gamma is, and once before (the prompt's ids).
 
 FLOPs        of a round: a target forward over k + 1 tokens and k draft forwards over one.
@@ -61,7 +64,7 @@ from torch import Tensor
 from perf_lab.op import FLOATS, Op
 from perf_lab.sampling import Sampling
 
-GREEDY = Sampling()
+GREEDY: Sampling = Sampling()
 
 
 @dataclass(frozen=True)
@@ -196,6 +199,7 @@ def validate(
     generator: torch.Generator | None = None,
     uniform: Tensor | None = None,
     lengths: Sequence[int] | Tensor | None = None,
+    graph: bool | None = None,
 ) -> None:
     """Raise TypeError or ValueError for what the contract refuses."""
     _check_model("target", target)
@@ -272,6 +276,7 @@ def speculative_generate(
     generator: torch.Generator | None = None,
     uniform: Tensor | None = None,
     lengths: Sequence[int] | Tensor | None = None,
+    graph: bool | None = None,
 ) -> Result:
     """The prompt [B, T] and up to max_new_tokens more, the target's greedy ones or of its law, and how they
     came about.
@@ -291,6 +296,7 @@ def speculative_generate(
         generator=generator,
         uniform=uniform,
         lengths=lengths,
+        graph=graph,
     )
     return result
 

@@ -16,8 +16,9 @@ from perf_lab.generate import left_padding
 from perf_lab.sampling import Sampling, seen_ids
 from perf_lab.speculative import DTYPES, GREEDY, Draft, ModelDraft, Proposal, Result, Round, speculative
 from perf_lab.speculative.acceptance import accept, accept_greedy
+from perf_lab.speculative.recorded import Recorded, can_record
 
-WINDOW = 2
+WINDOW = 2  # gammas
 
 
 @speculative.register("draft_verify", dtypes=DTYPES)
@@ -34,16 +35,33 @@ def draft_verify(
     generator: torch.Generator | None = None,
     uniform: Tensor | None = None,
     lengths: Sequence[int] | Tensor | None = None,
+    graph: bool | None = False,
 ) -> Result:
     """Speculative decoding of prompt [B, T], as the contract in perf_lab.speculative says."""
+    wanted = prompt.is_cuda if graph is None else graph
     draft = draft if isinstance(draft, Draft) else ModelDraft(draft)
-    rows = Rows(target, draft, prompt, max_new_tokens, gamma, eos, sampling, lengths)
+    slack = gamma if wanted else 0
+    rows = Rows(target, draft, prompt, max_new_tokens, gamma, eos, sampling, lengths, slack)
     numbers = None
     if not sampling.greedy:
         numbers = draw(max_new_tokens, prompt, gamma, generator) if uniform is None else uniform
+    recorded: Recorded | None = None
     while rows.open():
-        rows.round(None if numbers is None else numbers[rows.forwards])
+        if recorded is not None:
+            recorded.round()
+        else:
+            rows.round(None if numbers is None else numbers[rows.forwards])
+            if wanted and can_record(rows):
+                recorded = Recorded(rows, numbers)
+    if recorded is not None:
+        recorded.keep()
     return rows.result()
+
+
+@speculative.register("recorded", dtypes=DTYPES)
+def recorded_rounds(*args: Any, **how: Any) -> Result:
+    """The rounds after the first by `perf_lab.speculative.recorded`, where models and caches can."""
+    return draft_verify(*args, **{"graph": True, **how})
 
 
 def draw(rounds: int, prompt: Tensor, gamma: int, generator: torch.Generator | None) -> Tensor:
@@ -66,6 +84,7 @@ class Rows:
         eos: int | None,
         sampling: Sampling,
         lengths: Sequence[int] | Tensor | None,
+        slack: int = 0,
     ) -> None:
         self.target, self.draft, self.gamma, self.eos, self.sampling = target, draft, gamma, eos, sampling
         batch, given = prompt.shape
@@ -76,12 +95,13 @@ class Rows:
         self.pads = None if lengths is None else left_padding(prompt, lengths)
         self.tokens = torch.cat((prompt, prompt.new_zeros(batch, new + gamma + 1)), 1)  # [B, C]
         capacity = max(0, self.full - 1)  # the last token is never computed
+        # a recorded round runs past the end; a slow row proposes while a fast one is about to end
+        more = max(slack, gamma if batch > 1 else 0)
         if batch > 1 or not sampling.greedy or self.pads is not None:
-            # a slow row proposes while a fast one is about to end
-            draft.start(self.vocab, capacity + (gamma if batch > 1 else 0), batch, self.pads, sampling)
+            draft.start(self.vocab, capacity + more, batch, self.pads, sampling)
         else:
-            draft.start(self.vocab, capacity)
-        self.cache = target.new_cache(batch, capacity)
+            draft.start(self.vocab, capacity + more)
+        self.cache = target.new_cache(batch, min(capacity + slack, target.config.max_length))
 
     def open(self) -> bool:
         """Whether a row is still to go on."""
@@ -96,7 +116,7 @@ class Rows:
             0 if ended else min(self.gamma, low + WINDOW * self.gamma - end, self.full - end - 1)
             for end, ended in zip(ends, self.ended, strict=True)
         ]
-        proposal, counts = self._propose(ends, wanted, uniform)
+        proposal, counts = self.propose(ends, wanted, uniform)
         k = proposal.tokens.shape[1]
         width = max(ends[row] + counts[row] for row in going) - self.cache.length
         self._place(proposal.tokens.clamp(0, self.vocab - 1), ends)
@@ -114,11 +134,11 @@ class Rows:
         longest = max(self.ends)
         tokens = self.tokens[:, :longest]
         for row, end in enumerate(self.ends):
-            if end < longest:
+            if end < longest and self.eos is not None:
                 tokens[row, end:] = self.eos
         return Result(tokens, tuple(self.rounds), self.forwards)
 
-    def _propose(
+    def propose(
         self, ends: list[int], wanted: list[int], uniform: Tensor | None
     ) -> tuple[Proposal, list[int]]:
         """What the draft proposes, and how many of each row are to be looked at."""
@@ -145,7 +165,7 @@ class Rows:
 
     def _columns(self, ends: list[int], shift: int, count: int) -> Tensor:
         """Columns ends[b] - shift, ..., [B, count]."""
-        first = torch.tensor([[end - shift] for end in ends]).to(self.tokens.device)
+        first = torch.tensor([[end - shift] for end in ends], device=self.tokens.device)
         return first + torch.arange(count, device=self.tokens.device)
 
     def _forward(self, width: int, ends: list[int], k: int) -> Tensor:
@@ -204,18 +224,21 @@ class Rows:
         """
         k = proposed.shape[1]
         for row, line in enumerate(torch.cat((proposed, tokens, accepted[:, None]), 1).tolist()):
-            if row not in going:
-                continue
-            for guess in line[: counts[row]]:
-                if not 0 <= guess < self.vocab:
-                    raise ValueError(
-                        f"draft: proposed the id {guess}, accepted are 0 to {self.vocab - 1}, the target's "
-                        "vocabulary"
-                    )
-            emitted, kept = cut(line[k:-1], line[-1], self.eos)
-            self.rounds.append(Round(counts[row], kept, emitted, row))
-            self.ends[row] = ends[row] + emitted
-            self.ended[row] = self.ends[row] == self.full or line[k + emitted - 1] == self.eos
+            if row in going:
+                self.take(row, ends[row], counts[row], line[:k], line[k:-1], line[-1])
+
+    def take(
+        self, row: int, end: int, count: int, proposed: list[int], tokens: list[int], accepted: int
+    ) -> None:
+        """Note what a round gave to a row of `end` tokens: `accepted` of `count` proposals, and one more."""
+        for guess in proposed[:count]:
+            if not 0 <= guess < self.vocab:
+                ids = f"0 to {self.vocab - 1}, the target's vocabulary"
+                raise ValueError(f"draft: proposed the id {guess}, accepted are {ids}")
+        emitted, kept = cut(tokens, accepted, self.eos)
+        self.rounds.append(Round(count, kept, emitted, row))
+        self.ends[row] = end + emitted
+        self.ended[row] = self.ends[row] == self.full or tokens[emitted - 1] == self.eos
 
 
 def cut(tokens: list[int], accepted: int, eos: int | None) -> tuple[int, int]:

@@ -104,7 +104,7 @@ def first_layers(model: Any, n: int) -> Any:
     """
     if hasattr(model, "first_layers"):
         return model.first_layers(n)
-    whole = getattr(model, "model", None)
+    whole: Any = getattr(model, "model", None)
     if not hasattr(getattr(whole, "model", None), "layers"):
         raise TypeError(f"model: got {type(model).__name__}, accepted is one with the method first_layers")
     if not 1 <= n <= model.config.layers:
