@@ -18,6 +18,7 @@ from perf_lab.speculative import (
     PromptLookup,
     Proposal,
     first_layers,
+    prompt_lookup,
     quantized_copy,
     speculative,
     speculative_generate,
@@ -152,15 +153,15 @@ def test_a_repetition_penalty_is_the_targets(device, impl, seed, rows, draft_see
     assert_tokens(result.tokens, should_be, f"{seed=} {gamma=} {penalty=}")
 
 
-@on_devices()
+@implementations(prompt_lookup)
 @given(
     text=st.lists(st.integers(0, 2), min_size=1, max_size=20),
     longest=st.integers(1, 4),
     k=st.integers(1, 5),
     splits=st.lists(st.integers(1, 5), max_size=5),
 )
-def test_a_look_up_proposes_what_followed_the_longest_latest_match(device, text, longest, k, splits):
-    draft, known = PromptLookup(longest), 1
+def test_a_look_up_proposes_what_followed_the_longest_latest_match(device, impl, text, longest, k, splits):
+    draft, known = impl(longest), 1
     draft.start(3, 30)
     for step in splits:  # the rounds before: what it learned then does not change what it says now
         known = min(len(text), known + step)

@@ -259,7 +259,7 @@ DTYPES = (*FLOATS, torch.float64)
 from perf_lab.speculative.acceptance import accept, acceptance  # noqa: E402
 from perf_lab.speculative.cost_model import expected_tokens, predicted_speedup  # noqa: E402
 from perf_lab.speculative.model_draft import ModelDraft, first_layers, quantized_copy  # noqa: E402
-from perf_lab.speculative.prompt_lookup import PromptLookup  # noqa: E402
+from perf_lab.speculative.prompt_lookup import PromptLookup, prompt_lookup  # noqa: E402
 
 speculative.load(__name__, "draft_verify")
 
@@ -314,6 +314,7 @@ __all__ = [
     "expected_tokens",
     "first_layers",
     "predicted_speedup",
+    "prompt_lookup",
     "quantized_copy",
     "speculative",
     "speculative_generate",

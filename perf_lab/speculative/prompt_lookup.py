@@ -9,9 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from perf_lab.op import Op
 from perf_lab.speculative import Proposal
 
+prompt_lookup: Op = Op("prompt_lookup", reference="index")
 
+
+@prompt_lookup.register("index")
 class PromptLookup:
     """A `Draft` that looks the last tokens up in the row so far, and proposes what followed them.
 
