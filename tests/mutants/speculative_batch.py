@@ -12,7 +12,8 @@ from perf_lab.speculative import PromptLookup, Result, prompt_lookup, speculativ
 from perf_lab.speculative.draft_verify import Rows, draft_verify
 from perf_lab.speculative.model_draft import ModelDraft
 from perf_lab.speculative.recorded import Recorded, Span
-from tests.mutants import mutant
+
+from . import mutant
 
 ALONE = "test_speculative_drafts::test_each_row_of_a_batch_gets_what_it_gets_alone"
 UNEQUAL = "test_speculative_drafts::test_rows_of_unequal_length_get_what_they_get_alone"
