@@ -257,8 +257,9 @@ speculative = Op("speculative", oracle=oracle, validate=validate, reference="dra
 DTYPES = (*FLOATS, torch.float64)
 
 from perf_lab.speculative.acceptance import accept, acceptance  # noqa: E402
-from perf_lab.speculative.cost_model import expected_tokens, predicted_speedup  # noqa: E402
+from perf_lab.speculative.cost_model import break_even, expected_tokens, predicted_speedup  # noqa: E402
 from perf_lab.speculative.model_draft import ModelDraft, first_layers, quantized_copy  # noqa: E402
+from perf_lab.speculative.planner import Costs, Plan, measured_costs, plan, planner  # noqa: E402
 from perf_lab.speculative.prompt_lookup import PromptLookup, prompt_lookup  # noqa: E402
 
 speculative.load(__name__, "draft_verify")
@@ -303,16 +304,22 @@ def speculative_generate(
 
 __all__ = [
     "GREEDY",
+    "Costs",
     "Draft",
     "ModelDraft",
+    "Plan",
     "PromptLookup",
     "Proposal",
     "Result",
     "Round",
     "accept",
     "acceptance",
+    "break_even",
     "expected_tokens",
     "first_layers",
+    "measured_costs",
+    "plan",
+    "planner",
     "predicted_speedup",
     "prompt_lookup",
     "quantized_copy",
