@@ -276,7 +276,7 @@ def test_smollm2_speculative_speed(bench, device, impl, length):
 
 @torch.no_grad()
 def by_transformers(way: str | None, prompt: Tensor) -> Tensor:
-    """The generate of transformers: plain, with prompt look-up, or assisted by the first layers of the model."""
+    """The generate of transformers: plain, with prompt look-up, or assisted by its first layers."""
     how: dict[str, Any] = {}
     if way == "lookup":
         how = {"prompt_lookup_num_tokens": REAL["lookup"][0]}
