@@ -2,6 +2,7 @@
 
 import functools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -125,6 +126,27 @@ def test_a_forward_computes_a_bounded_number_of_tokens(device, impl, seed, wrong
     impl(Watched(), RowByRow(truth, wrong, 1), prompt, new, gamma=gamma)
     assert max(widths) <= 2 * gamma + 1
     assert len(widths) <= new  # in each the slowest row gains a token
+
+
+@implementations(speculative)
+@given(seed=seeds, lengths=lengths_of_rows, gamma=gammas, new=st.integers(1, 8))
+def test_a_long_prompt_is_read_without_its_logits(device, impl, seed, lengths, gamma, new):
+    target, asked = model(device, seed), []
+    prompt = prompts(device, seed, len(lengths), max(lengths))
+
+    class Watched:
+        config, new_cache = target.config, target.new_cache
+
+        def __call__(self, tokens: Tensor, *args: Any, **how: Any) -> Tensor:
+            logits = target(tokens, *args, **how)
+            asked.append(logits.shape[1])
+            return logits
+
+    with mock.patch("perf_lab.speculative.draft_verify.MOST_LOGITS", 0):
+        result = impl(Watched(), PromptLookup(), prompt, new, gamma=gamma, lengths=lengths)
+    should_be = generate(target, prompt, new, lengths=lengths, graph=False)
+    assert_tokens(result.tokens[:, -new:], should_be[:, -new:], f"{seed=} {lengths=} {gamma=}")
+    assert max(asked) <= 2 * gamma + 1
 
 
 @implementations(speculative)

@@ -19,6 +19,7 @@ from perf_lab.speculative.acceptance import accept, accept_greedy
 from perf_lab.speculative.recorded import Recorded, can_record
 
 WINDOW = 2  # gammas
+MOST_LOGITS = 2**26  # of a prompt, at once: 128 MB in half precision
 
 
 @speculative.register("draft_verify", dtypes=DTYPES)
@@ -116,6 +117,7 @@ class Rows:
             0 if ended else min(self.gamma, low + WINDOW * self.gamma - end, self.full - end - 1)
             for end, ended in zip(ends, self.ended, strict=True)
         ]
+        self._prefill(low - 1)
         proposal, counts = self.propose(ends, wanted, uniform)
         k = proposal.tokens.shape[1]
         width = max(ends[row] + counts[row] for row in going) - self.cache.length
@@ -167,6 +169,13 @@ class Rows:
         """Columns ends[b] - shift, ..., [B, count]."""
         first = torch.tensor([[end - shift] for end in ends], device=self.tokens.device)
         return first + torch.arange(count, device=self.tokens.device)
+
+    def _prefill(self, known: int) -> None:
+        """Have the target read a long prompt for its last logits alone: all of them take much memory."""
+        new = self.tokens[:, self.cache.length : known]
+        if new.numel() * self.vocab > MOST_LOGITS:
+            how = {} if self.pads is None else {"pads": self.pads}
+            self.target(new, self.cache, last_only=True, **how)
 
     def _forward(self, width: int, ends: list[int], k: int) -> Tensor:
         """The target's logits [B, k + 1, V] after each row's last token and each of its proposals."""
