@@ -204,7 +204,8 @@ class Forced:
         return self._forced(self.model.step(tokens, slots, positions, mask), positions)
 
     def _forced(self, logits: Tensor, places: Tensor) -> Tensor:
-        return logits.scatter_(-1, self.script.index_select(0, places + 1)[None, :, None], 1e4)
+        said = self.script.index_select(0, places.flatten() + 1).view(*logits.shape[:2], 1)
+        return logits.scatter_(-1, said, 1e4)
 
 
 def wrong_at_times(script: Tensor, right: float) -> Tensor:

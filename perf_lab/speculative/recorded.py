@@ -43,26 +43,46 @@ def steps(rows: Any) -> bool:
 
 
 class Span(Slots):
-    """A cache whose next free slot, `at` [1], the device knows; it takes `width` tokens at a time."""
+    """A cache of one row whose next free slot, `at` [1], the device knows; it takes `width` tokens at a time.
+
+    The model takes them for as many rows of one token, [width, 1]: so its step serves as it is. Row r stands
+    in slot at + r, and sees what the slots up to it hold.
+    """
 
     def __init__(self, cache: Any, at: Tensor, width: int) -> None:
         super().__init__(cache, at)
         self.offsets = torch.arange(width, device=at.device)
-        self.places = at
 
     def read(self, model: Any, tokens: Tensor, at: Tensor) -> Tensor:
         """Logits [1, width, V] of the columns of tokens [1, C] from `at` on."""
+        self.at, self.seen = at, at + len(self.offsets)
         self.places = at + self.offsets
-        self.seen = at + len(self.offsets)
         now = tokens.index_select(1, self.places).clamp(max=model.config.vocab_size - 1)  # [1, width]
-        return model.step(now, self, self.places, None)
+        return model.step(now.mT, self, self.places[:, None], None).transpose(0, 1)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None, mask: Tensor | None
     ) -> Tensor:
-        """Attention of q [1, H, width, D] over what is held and k and v [1, Hkv, width, D]."""
-        keys, values = self.cache.write(layer, k, v, self.places)  # [1, Hkv, capacity, D]
-        return self.attention(q, keys, values, causal=True, window=window, mask=mask, lengths=self.seen)
+        """Attention of q [width, H, 1, D] over what is held and k and v [width, Hkv, 1, D]."""
+        self.cache.write(layer, k.transpose(0, 2), v.transpose(0, 2), self.places)
+        return self.look(layer, q, window=window, mask=mask)
+
+    def memory(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The layer's keys and values as [width, Hkv, less than capacity, D]: row r's slot s is slot s + r."""
+        keys, values = (self._by_row(x) for x in self.cache.memory(layer))
+        return keys, values
+
+    def look(self, layer: int, q: Tensor, *, window: int | None, mask: Tensor | None) -> Tensor:
+        """Attention of q [width, H, 1, D], row r over the slots up to at + r."""
+        keys, values = self.cache.memory(layer)  # [1, Hkv, capacity, D]
+        q = q.transpose(0, 2)  # [1, H, width, D]
+        seen = self.attention(q, keys, values, causal=True, window=window, mask=mask, lengths=self.seen)
+        return seen.transpose(0, 2)
+
+    def _by_row(self, x: Tensor) -> Tensor:
+        _, heads, capacity, dim = x.shape
+        width, strides = len(self.offsets), x.stride()
+        return x.as_strided((width, heads, capacity - width + 1, dim), (strides[2], *strides[1:]))
 
 
 class Recorded:

@@ -112,9 +112,9 @@ def draft_sees_the_padding(*args: Any, **kwargs: Any) -> Result:
 class StaleLength(Span):
     """The recorded forward does not see its own last token."""
 
-    def attend(self, layer: int, *args: Any, **how: Any) -> Tensor:
-        self.seen = self.places[:1] + len(self.places) - 1
-        return super().attend(layer, *args, **how)
+    def look(self, layer: int, q: Tensor, **how: Any) -> Tensor:
+        self.seen = self.at + len(self.offsets) - 1
+        return super().look(layer, q, **how)
 
 
 @wrong("draft_verify.Recorded", SAME, graph=True)
