@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from perf_lab.generate import generate
+from perf_lab.kv_cache import kv_cache
 from perf_lab.model import ModelConfig, Transformer
 from perf_lab.pytest_plugin import implementations, on_devices
 from perf_lab.sampling import Sampling
@@ -147,6 +148,33 @@ def test_a_long_prompt_is_read_without_its_logits(device, impl, seed, lengths, g
     should_be = generate(target, prompt, new, lengths=lengths, graph=False)
     assert_tokens(result.tokens[:, -new:], should_be[:, -new:], f"{seed=} {lengths=} {gamma=}")
     assert max(asked) <= 2 * gamma + 1
+
+
+@implementations(kv_cache)
+@given(seed=seeds, draft_seed=seeds, rows=st.integers(1, 3), gamma=gammas, new=st.integers(1, 9))
+def test_any_cache_of_the_interface_serves(device, impl, seed, draft_seed, rows, gamma, new):
+    class Over:
+        """A model whose cache is of this kind."""
+
+        def __init__(self, net: Transformer) -> None:
+            self.net, self.config = net, net.config
+
+        def new_cache(self, batch: int, capacity: int) -> Any:
+            like = {"dtype": exact(device), "device": device}
+            sizes = {name: getattr(self.config, name) for name in ("layers", "kv_heads", "head_dim")}
+            return impl.fn(batch=batch, capacity=capacity, **sizes, **like)
+
+        def __call__(self, *args: Any, **how: Any) -> Tensor:
+            return self.net(*args, **how)
+
+    target, draft, prompt = (
+        Over(model(device, seed)),
+        model(device, draft_seed),
+        prompts(device, seed, rows, 4),
+    )
+    result = speculative_generate(target, Over(draft), prompt, new, gamma=gamma)
+    should_be = generate(target, prompt, new, cache=target.new_cache(rows, 4 + new), graph=False)
+    assert_tokens(result.tokens, should_be, f"{seed=} {draft_seed=} {gamma=}")
 
 
 @implementations(speculative)

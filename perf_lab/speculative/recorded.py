@@ -68,7 +68,7 @@ class Span(Slots):
         return self.look(layer, q, window=window, mask=mask)
 
     def memory(self, layer: int) -> tuple[Tensor, Tensor]:
-        """The layer's keys and values as [width, Hkv, less than capacity, D]: row r's slot s is slot s + r."""
+        """The layer's keys and values, [width, Hkv, capacity less, D]: slot s of row r is slot s + r."""
         keys, values = (self._by_row(x) for x in self.cache.memory(layer))
         return keys, values
 
