@@ -22,7 +22,12 @@ STEPS_BEFORE_RECORDING = 1  # runs that warm up what a graph may not: libraries'
 
 def can_step(model: Any, cache: Any) -> bool:
     """Whether model and cache have what a `Decode` needs."""
-    return hasattr(model, "step") and hasattr(cache, "memory")
+    return hasattr(model, "step") and (pages(cache) or hasattr(cache, "memory"))
+
+
+def pages(cache: Any) -> bool:
+    """Whether the cache has slots of its own kind, which hold for one sequence only."""
+    return hasattr(cache, "slots")
 
 
 class Decode:
@@ -48,7 +53,8 @@ class Decode:
         like: dict[str, Any] = {"dtype": torch.int64, "device": cache.device}
         self.tokens = torch.zeros(cache.batch, cache.capacity + 1, **like)
         self.ended = torch.zeros(cache.batch, dtype=torch.bool, device=cache.device)
-        self.slots = Slots(cache, torch.zeros(1, **like))
+        self.at = torch.zeros(1, **like)
+        self.slots: Any = None  # made when the first sequence begins
         self.step = torch.zeros(1, **like)
         self.mask = (
             None if pads is None else (torch.arange(cache.capacity, **like) >= pads[:, None])[:, None, None]
@@ -64,8 +70,10 @@ class Decode:
         """Go on after `held` columns; `choose` gets the numbers from `step` on. Rows of `ended` [B] get eos
         only; gives the tensor in which they are marked from now on.
         """
-        self.slots.at.fill_(held)
+        self.at.fill_(held)
         self.step.fill_(step)
+        if self.slots is None:
+            self.slots = self.cache.slots(self.at) if pages(self.cache) else Slots(self.cache, self.at)
         self.ended.copy_(ended)
         return self.ended
 
@@ -87,7 +95,7 @@ class Decode:
         self.done = 0
 
     def _advance(self) -> None:
-        at = self.slots.at
+        at = self.at
         now = self.tokens.index_select(1, at)  # [B, 1]
         positions = at if self.pads is None else (at - self.pads).clamp(min=0)[:, None]
         self.slots.seen = (at + 1).expand(len(now))

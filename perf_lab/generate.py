@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perf_lab.decode import Decode, can_step
+from perf_lab.decode import Decode, can_step, pages
 from perf_lab.op import Op
 from perf_lab.sampling import Chooser, Sampling
 
@@ -136,7 +136,7 @@ def _decode(
     model: Any, kv: Any, choose: Chooser, eos: int | None, pads: Tensor | None, lasts: bool
 ) -> Decode:
     """The step over this cache: the one that it keeps of an earlier call, where it lasts and that serves."""
-    if not (lasts and pads is None and choose.how.greedy and choose.seen is None):
+    if not (lasts and not pages(kv) and pads is None and choose.how.greedy and choose.seen is None):
         return Decode(model, kv, choose, pads=pads, eos=eos)
     kept = getattr(kv, "recorded", None)
     if kept is None or not kept.serves(model, eos):

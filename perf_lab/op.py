@@ -201,10 +201,12 @@ ROOMS = (
     "add_rms_norm",
     "softmax",
     "attention",
+    "paged_attention",
     "quant",
     "kv_cache",
     "model",
     "generate",
+    "serving",
     "speculative",
 )
 

@@ -42,8 +42,11 @@ preallocation: Pope et al., Efficiently Scaling Transformer Inference, arXiv:221
 from perf_lab.op import Op
 
 kv_cache: Op = Op("kv_cache", reference="contiguous")
-kv_cache.load(__name__, "contiguous")
+kv_cache.load(__name__, "contiguous", "paged")
 
-from perf_lab.kv_cache.contiguous import ContiguousCache  # noqa: E402  (it registers itself above)
+from perf_lab.kv_cache.contiguous import ContiguousCache  # noqa: E402  (they register themselves above)
+from perf_lab.kv_cache.paged import PagedCache  # noqa: E402
+from perf_lab.kv_cache.pool import Pool, PoolFullError, Sequence  # noqa: E402
+from perf_lab.kv_cache.rows import Rows  # noqa: E402
 
-__all__ = ["ContiguousCache", "kv_cache"]
+__all__ = ["ContiguousCache", "PagedCache", "Pool", "PoolFullError", "Rows", "Sequence", "kv_cache"]

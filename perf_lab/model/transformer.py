@@ -94,7 +94,7 @@ class Transformer(nn.Module):
         """
         start = 0 if cache is None else cache.length
         self._check(tokens, cache, positions, pads, start)
-        where = self._where(start, tokens.shape[1], pads) if positions is None else positions
+        where = self._where(cache, start, tokens.shape[1], pads) if positions is None else positions
         mask = None if pads is None else visible(pads, start + tokens.shape[1])
         x = self.hidden(tokens, cache, where, mask)
         if cache is not None:
@@ -141,8 +141,10 @@ class Transformer(nn.Module):
         model.layers, model.norm, model.head = self.layers[:n], self.norm, self.head
         return model.train(self.training)
 
-    def _where(self, start: int, new: int, pads: Tensor | None) -> Where:
-        """The positions of the `new` tokens after `start` slots."""
+    def _where(self, cache: Any, start: int, new: int, pads: Tensor | None) -> Where:
+        """The positions of the `new` tokens after `start` slots; a cache of unequal rows has its own."""
+        if hasattr(cache, "where"):
+            return cache.where(new)
         if pads is None:
             return slice(start, start + new)
         slots = torch.arange(start, start + new, device=pads.device)

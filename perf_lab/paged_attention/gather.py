@@ -1,0 +1,33 @@
+"""Paged attention in plain torch: what the tables name is copied together, then attended to as any other."""
+
+import torch
+from torch import Tensor
+
+from perf_lab.attention import DTYPES, attention
+from perf_lab.paged_attention import paged_attention
+
+
+@paged_attention.register("gather", dtypes=DTYPES)
+def gather_paged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Attention of q [B, Hq, Tq, D] over k, v [N, S, Hkv, D] -> [B, Hq, Tq, D]. Reads lengths on the host."""
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    S, attend = k.shape[1], attention["sdpa"].fn
+    counts = lengths.tolist()
+    for n in sorted({n for n in counts if n > 0}):  # rows of one length share a call
+        rows = [b for b, count in enumerate(counts) if count == n]
+        named = tables[rows, : -(-n // S)].long()  # [rows, blocks]
+        keys, values = (
+            pool[named].flatten(1, 2)[:, :n].transpose(1, 2)  # [rows, Hkv, n, D]
+            for pool in (k, v)
+        )
+        out[rows] = attend(q[rows], keys, values, causal=True, scale=scale, window=window)
+    return out
