@@ -15,7 +15,7 @@ starving    nobody does: the request that arrived first is never preempted for a
             before all others, and every step computes at least one of its tokens. A request that would not
             fit even alone is a ValueError when it is submitted.
 prefix      what the pool finds of a prompt is not computed again; requests share it within their `namespace`.
-device      a step sends one small tensor to the device (tokens, lengths, tables) and reads the new tokens back;
+device      a step sends one small tensor to the device (tokens, lengths, tables) and reads tokens back;
             on a CUDA device the decode step is recorded once for each of the batch sizes 1, 2, 4, ... and
             replayed.
 

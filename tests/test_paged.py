@@ -19,7 +19,8 @@ from perf_lab.kv_cache.prefix import content_hash
 from perf_lab.kv_cache.rows import Rows
 from perf_lab.numerics import poisoned
 from perf_lab.pytest_plugin import drive, implementations
-from tests.test_kv_cache import refuses
+
+from .test_kv_cache import refuses
 
 NAMESPACES = ("", "other tenant")
 HEADS, DIM = 2, 3
@@ -95,7 +96,7 @@ def test_a_block_is_found_only_when_it_is_filled(device, impl, length, size, com
 @implementations(kv_pool)
 @given(asked=st.lists(prompts, min_size=1, max_size=6), size=sizes, blocks=st.integers(4, 14))
 def test_what_is_found_is_what_was_computed(device, impl, asked, size, blocks):
-    """One prompt after another, each freed again, in a pool so small that blocks are taken for other things."""
+    """One prompt after another, each freed again, in a pool so small that blocks change hands."""
     pool = new(impl, device, block_size=size, blocks=max(blocks, -(-14 // size)))
     for tokens in [*asked, *asked]:
         sequence = pool.allocate(tokens)
@@ -235,7 +236,8 @@ def statistics(done: Counter[str]) -> str:
     events = f"{done['_hits']} prefixes found, {done['_copies']} blocks copied on write, "
     rules = {name: count for name, count in sorted(done.items()) if not name.startswith("_")}
     most = f"longest sequence {done['_longest']} tokens, largest pool {done['_pool']} blocks"
-    return f"{sum(rules.values())} rules in {done['_runs']} runs, {done['_sequences']} sequences, {events}{most}; {rules}"
+    runs = f"{sum(rules.values())} rules in {done['_runs']} runs, {done['_sequences']} sequences"
+    return f"{runs}, {events}{most}; {rules}"
 
 
 @dataclass(eq=False)
@@ -477,7 +479,7 @@ def machine(impl: Any, device: str, hasher: Any, done: Counter[str]) -> type[Rul
 
 @functools.lru_cache(maxsize=4096)
 def truth(namespace: Hashable, tokens: tuple[int, ...], layers: int) -> tuple[Tensor, Tensor]:
-    """Keys and values [layers, tokens, Hkv, D] of these tokens: each depends on all before it, as in a model."""
+    """Keys and values [layers, tokens, Hkv, D] of these tokens: each depends on all before it."""
     sums, running = [], NAMESPACES.index(namespace) + 1
     for token in tokens:
         running = (31 * running + 7 * token + 1) % 99991

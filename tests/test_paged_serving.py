@@ -1,4 +1,4 @@
-"""What a serving loop must never get wrong: each request gets the tokens it gets alone, whoever else is there."""
+"""What a serving loop must never get wrong: each request gets the tokens that it gets alone."""
 
 import functools
 from collections.abc import Sequence
@@ -16,9 +16,10 @@ from perf_lab.model import ModelConfig, Transformer
 from perf_lab.pytest_plugin import implementations
 from perf_lab.serving import Request, serving
 from perf_lab.speculative import speculative_generate
-from tests.test_kv_cache import refuses
-from tests.test_model import exact
-from tests.test_paged import constant_hash
+
+from .test_kv_cache import refuses
+from .test_model import exact
+from .test_paged import constant_hash
 
 VOCAB = 5
 CONFIG = ModelConfig(

@@ -24,9 +24,13 @@ write(layer, k, v, at)  puts T tokens into the slots `at` [T] of one layer, a te
 memory(layer)        gives that memory without writing, for kernels that write by themselves.
 advance(n)           commits the n slots after the committed ones, which `write` has filled in every layer.
 
-memory   2 * layers * batch * kv_heads * capacity * head_dim elements (`nbytes`), all taken at the start.
+memory   2 * layers * batch * kv_heads * capacity * head_dim elements (`nbytes`), all taken at the start;
+         where slots come in blocks of block_size, the capacity is rounded up to whole ones.
 work     O(T) an append, whatever the length: what it gives are views of the cache's own memory. A view shows
          the tokens of its append until their slots are written again (after a truncate, rollback or reset).
+         A cache whose slots are scattered gives copies (its known failures say so), and has `attend(layer, q,
+         k, v, window=, mask=)` instead, which a model asks for: it appends k and v, and gives the attention
+         of q over all tokens, read where they lie.
 slots    past the pending tokens are never part of a view; they may hold anything, NaN included.
 dtypes   k, v and the cache have one dtype and one device; nothing is cast.
 empty    T = 0 is allowed and gives the committed tokens alone.

@@ -5,7 +5,8 @@ from typing import Any
 from perf_lab.kv_cache.blocks import Blocks
 from perf_lab.kv_cache.pool import Pool, PoolFullError, kv_pool
 from perf_lab.kv_cache.prefix import Link, PrefixIndex
-from tests.mutants import mutant
+
+from . import mutant
 
 DENSE = "test_paged::test_behaves_like_dense_caches"
 COLLIDE = "test_paged::test_behaves_like_dense_caches_when_all_hashes_collide"
