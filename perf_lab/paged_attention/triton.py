@@ -22,7 +22,6 @@ from perf_lab import machine
 from perf_lab.op import Limit
 from perf_lab.paged_attention import paged_attention, paged_write
 
-LOG2E = 1.4426950408889634
 SMALLEST_SPLIT = 128  # keys; below, joining costs more than it gives
 
 
@@ -41,21 +40,57 @@ class Launch(NamedTuple):
 def launch(rows: int, dim: int, slots: int, programs: int, itemsize: int, processors: int) -> Launch:
     """The cut for `rows` packed queries of `dim` elements over up to `slots` keys, `programs` rows and heads.
 
-    Split until every processor has four programs. float32 is multiplied without matrix units, in code that
-    grows with the tile: small ones.
+    Keys are split as long as all programs are on the processors at once: four on each while decoding, two of
+    the larger ones of a prompt. float32 is multiplied without matrix units, in code that grows with the
+    tile: small ones.
     """
-    packed = max(16, triton.next_power_of_2(rows))
     if itemsize == 2:
-        tile, keys = min(packed, 64 if dim > 128 else 128), 64
+        tile, keys, together = min(64, max(16, triton.next_power_of_2(rows))), 64, 4 if rows <= 16 else 2
     else:
-        tile, keys = min(packed, 16 if dim > 128 else 32), 16 if dim > 128 else 32
-    wanted = -(-4 * processors // max(1, programs * -(-rows // tile)))
-    splits = max(1, min(wanted, slots // SMALLEST_SPLIT, 64))
-    return Launch(tile, keys, splits, 8 if tile > 64 else 4, 3 if itemsize == 2 else 2)
+        tile, keys, together = 16 if dim > 128 else min(32, max(16, rows)), 16 if dim > 128 else 32, 4
+    fitting = together * processors // max(1, programs * -(-rows // tile))
+    splits = max(1, min(fitting, slots // SMALLEST_SPLIT, 64))
+    return Launch(triton.next_power_of_2(tile), keys, splits, 4, 3 if itemsize == 2 else 2)
 
 
 # numbers that are no reason to compile again
 STILL = ["heads", "group", "queries", "window", "size", "length_b"]
+
+
+@triton.jit
+def step(
+    q, top, total, out, k_ptr, v_ptr, table_ptr, at, stop, position, window, scale, d, dim,
+    k_n, k_s, v_n, v_s, S, KEYS: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """KEYS keys from `at` on. MASKED: some of them are at or past `stop`, or hidden from some query."""
+    key = at + tl.arange(0, KEYS)
+    here = (d < dim)[None, :]
+    if MASKED:
+        exists = key < stop
+        block = tl.load(table_ptr + key // S, mask=exists, other=0).to(tl.int64)
+        here = here & exists[:, None]
+    else:
+        block = tl.load(table_ptr + key // S).to(tl.int64)
+    place = key - key // S * S
+    k_at = k_ptr + (block * k_n + place * k_s)[:, None] + d[None, :]
+    v_at = v_ptr + (block * v_n + place * v_s)[:, None] + d[None, :]
+    if EVEN and not MASKED:
+        k, v = tl.load(k_at), tl.load(v_at)  # [KEYS, DIM]
+    else:
+        k, v = tl.load(k_at, mask=here, other=0.0), tl.load(v_at, mask=here, other=0.0)
+    score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if MASKED:
+        seen = exists[None, :] & (key[None, :] <= position[:, None])
+        if WINDOW:
+            seen = seen & (key[None, :] > position[:, None] - window)
+        score = tl.where(seen, score, -float("inf"))
+    higher = tl.maximum(top, tl.max(score, 1))
+    shift = tl.where(higher == -float("inf"), 0.0, higher)  # -inf - -inf is NaN
+    weight = tl.exp2(score - shift[:, None])
+    decay = tl.exp2(top - shift)
+    total = total * decay + tl.sum(weight, 1)
+    out = out * decay[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
+    return higher, total, out
 
 
 @triton.jit(do_not_specialize=STILL)
@@ -64,15 +99,14 @@ def attend(
     q_b, q_h, q_t, k_n, k_s, k_h, v_n, v_s, v_h, table_b, length_b, o_b, o_h, o_t,
     heads, group, queries, dim, scale, window, size,
     SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
-    WINDOW: tl.constexpr, PLAIN: tl.constexpr,
+    WINDOW: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """One tile of ROWS packed queries of one row and KV head, over one part of the keys.
 
     q [B, Hq, Tq, D], k and v [N, S, Hkv, D], all with elements of the last axis beside each other.
     SPLITS = 1 writes out [B, Hq, Tq, D]; else part [programs, SPLITS, ROWS, DIM], the output so far, and
     top [programs, SPLITS, 2, ROWS], the highest score (base 2) and the sum of weights.
-    SIZE is the block size if that is a power of 2 (a shift then finds the block), else 0.
-    PLAIN computes in float32 throughout, as the interpreter needs.
+    SIZE is the block size if that is a power of 2 (a shift then finds the block), else 0. EVEN: D is DIM.
     """
     S = size if SIZE == 0 else SIZE
     program, split = tl.program_id(0), tl.program_id(1)
@@ -80,57 +114,48 @@ def attend(
     tile, head, b = program % tiles, program // tiles % heads, program // tiles // heads
     n = tl.load(length_ptr + b * length_b).to(tl.int32)
     table_ptr += b.to(tl.int64) * table_b
+    k_ptr += head.to(tl.int64) * k_h
+    v_ptr += head.to(tl.int64) * v_h
 
     row = tile * ROWS + tl.arange(0, ROWS)
     query, member = row // group, row % group
-    here = row < queries * group
     position = query + n - queries  # of the query among the keys: the last that it sees
     d = tl.arange(0, DIM)
     q_at = b.to(tl.int64) * q_b + (head * group + member).to(tl.int64) * q_h + query.to(tl.int64) * q_t
-    q = tl.load(q_ptr + q_at[:, None] + d[None, :], mask=here[:, None] & (d < dim)[None, :], other=0.0)
-    if PLAIN:
-        q = q.to(tl.float32)
+    inside = (row < queries * group)[:, None] & (d < dim)[None, :]
+    q = tl.load(q_ptr + q_at[:, None] + d[None, :], mask=inside, other=0.0)
 
-    last = tl.minimum(((tile + 1) * ROWS - 1) // group, queries - 1) + n - queries  # of the tile
+    # keys that some query of the tile sees are first .. end - 1, and this part start .. stop - 1
+    lowest = tile * ROWS // group + n - queries
+    end = tl.minimum(((tile + 1) * ROWS - 1) // group, queries - 1) + n - queries + 1
     first = 0
     if WINDOW:
-        first = tl.maximum(0, tile * ROWS // group + n - queries - window + 1)
-    part = tl.cdiv(tl.cdiv(tl.maximum(last + 1 - first, 0), SPLITS), KEYS) * KEYS
+        first = tl.maximum(0, lowest - window + 1)
+    part = tl.cdiv(tl.cdiv(tl.maximum(end - first, 0), SPLITS), KEYS) * KEYS
     start = first + split * part
-    stop = tl.minimum(start + part, last + 1)
+    stop = tl.minimum(start + part, end)
+    plain = start  # up to here whole steps of keys that every query of the tile sees
+    if not WINDOW:
+        plain += tl.maximum(tl.minimum(stop, lowest + 1) - start, 0) // KEYS * KEYS
 
+    scale *= 1.4426950408889634  # log2(e): powers are of 2
     top = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     out = tl.zeros([ROWS, DIM], tl.float32)
-    for at in range(start, stop, KEYS):
-        key = at + tl.arange(0, KEYS)
-        exists = key < stop
-        block = tl.load(table_ptr + key // S, mask=exists, other=0).to(tl.int64)
-        place = key - key // S * S
-        inside = exists[:, None] & (d < dim)[None, :]
-        k_at = block * k_n + place * k_s + head.to(tl.int64) * k_h
-        k = tl.load(k_ptr + k_at[:, None] + d[None, :], mask=inside, other=0.0)  # [KEYS, DIM]
-        v_at = block * v_n + place * v_s + head.to(tl.int64) * v_h
-        v = tl.load(v_ptr + v_at[:, None] + d[None, :], mask=inside, other=0.0)
-        if PLAIN:
-            k, v = k.to(tl.float32), v.to(tl.float32)
-        score = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * 1.4426950408889634)
-        seen = exists[None, :] & (key[None, :] <= position[:, None])
-        if WINDOW:
-            seen = seen & (key[None, :] > position[:, None] - window)
-        score = tl.where(seen, score, -float("inf"))
-        higher = tl.maximum(top, tl.max(score, 1))
-        shift = tl.where(higher == -float("inf"), 0.0, higher)  # -inf - -inf is NaN
-        weight = tl.exp2(score - shift[:, None])
-        decay = tl.exp2(top - shift)
-        total = total * decay + tl.sum(weight, 1)
-        out = out * decay[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
-        top = higher
+    for at in range(start, plain, KEYS):
+        top, total, out = step(
+            q, top, total, out, k_ptr, v_ptr, table_ptr, at, stop, position, window, scale, d, dim,
+            k_n, k_s, v_n, v_s, S, KEYS, False, WINDOW, EVEN,
+        )  # fmt: skip
+    for at in tl.range(plain, stop, KEYS, num_stages=1):
+        top, total, out = step(
+            q, top, total, out, k_ptr, v_ptr, table_ptr, at, stop, position, window, scale, d, dim,
+            k_n, k_s, v_n, v_s, S, KEYS, True, WINDOW, EVEN,
+        )  # fmt: skip
 
     if SPLITS == 1:
         out = out / tl.where(total == 0.0, 1.0, total)[:, None]
         o_at = b.to(tl.int64) * o_b + (head * group + member).to(tl.int64) * o_h + query.to(tl.int64) * o_t
-        inside = here[:, None] & (d < dim)[None, :]
         tl.store(out_ptr + o_at[:, None] + d[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
     else:
         slot = program.to(tl.int64) * SPLITS + split
@@ -152,7 +177,7 @@ def join(
     tile, head, b = program % tiles, program // tiles % heads, program // tiles // heads
     row = tile * ROWS + lane
     split, d = tl.arange(0, PARTS), tl.arange(0, DIM)
-    given = (split < SPLITS) & (row < queries * group)
+    given = split < SPLITS
     slot = program.to(tl.int64) * SPLITS + split
     top = tl.load(top_ptr + slot * 2 * ROWS + lane, mask=given, other=-float("inf"))
     total = tl.load(top_ptr + slot * 2 * ROWS + ROWS + lane, mask=given, other=0.0)
@@ -168,7 +193,9 @@ def join(
         + (head * group + row % group).to(tl.int64) * o_h
         + (row // group).to(tl.int64) * o_t
     )
-    tl.store(out_ptr + o_at + d, out.to(out_ptr.dtype.element_ty), mask=(d < dim) & (row < queries * group))
+    tl.store(
+        out_ptr + o_at + d, out.to(out_ptr.dtype.element_ty), mask=(d < dim) & (row + 0 * d < queries * group)
+    )
 
 
 @triton.jit(do_not_specialize=["new", "heads", "size", "start_b"])
@@ -181,9 +208,10 @@ def put(
     b, t = (tl.program_id(0) // new).to(tl.int64), tl.program_id(0) % new
     position = tl.load(start_ptr + b * start_b).to(tl.int32) + t
     h, d = tl.arange(0, HEADS)[:, None], tl.arange(0, DIM)[None, :]
-    inside = (h < heads) & (d < dim) & (position >= 0)
-    block = tl.load(table_ptr + b * table_b + position // size, mask=position >= 0, other=0).to(tl.int64)
-    place = position % size
+    inside = (h < heads) & (d < dim) & (position + 0 * h >= 0)
+    at = tl.maximum(position, 0)
+    block = tl.load(table_ptr + b * table_b + at // size).to(tl.int64)
+    place = at % size
     new_k = tl.load(new_k_ptr + b * nk_b + h * nk_h + t.to(tl.int64) * nk_t + d, mask=inside, other=0.0)
     tl.store(k_ptr + block * k_n + place * k_s + h * k_h + d, new_k, mask=inside)
     new_v = tl.load(new_v_ptr + b * nv_b + h * nv_h + t.to(tl.int64) * nv_t + d, mask=inside, other=0.0)
@@ -213,9 +241,11 @@ def triton_paged_attention(
         return q.new_zeros(q.shape)
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     tables = tables if tables.stride(1) == 1 else tables.contiguous()
-    out = torch.empty((B, Tq, Hq, D), dtype=q.dtype, device=q.device).transpose(
-        1, 2
-    )  # as the next layer reads it
+    dtype, plain = q.dtype, machine.interpreting()
+    if plain:  # the interpreter reads and rounds bfloat16 wrongly where it is denormal
+        q, k, v = q.float(), k.float(), v.float()
+    # heads of a token beside each other, as the next layer reads them
+    out = torch.empty((B, Tq, Hq, D), dtype=q.dtype, device=q.device).transpose(1, 2)
     group, dim = Hq // Hkv, triton.next_power_of_2(max(16, D))
     if cut is None:
         cut = launch(group * Tq, D, M * S, B * Hkv, q.element_size(), processors(q.device))
@@ -230,7 +260,7 @@ def triton_paged_attention(
             tables.stride(0), lengths.stride(0), *out.stride()[:3],
             Hkv, group, Tq, D, D**-0.5 if scale is None else scale, window or 0, S,
             0 if S & (S - 1) else S, cut.rows, cut.keys, dim, cut.splits,
-            window is not None, machine.interpreting(),
+            window is not None, dim == D,
             num_warps=cut.warps, num_stages=cut.stages,
         )  # fmt: skip
         if cut.splits > 1:
@@ -238,7 +268,7 @@ def triton_paged_attention(
                 parts, tops, out, *out.stride()[:3], Hkv, group, Tq, D,
                 cut.rows, dim, cut.splits, triton.next_power_of_2(cut.splits), num_warps=4,
             )  # fmt: skip
-    return out.to(q.dtype)
+    return out.to(dtype)
 
 
 @functools.cache
@@ -251,7 +281,7 @@ def processors(device: torch.device) -> int:
 def triton_put(k: Tensor, v: Tensor, new_k: Tensor, new_v: Tensor, tables: Tensor, starts: Tensor) -> None:
     """Put new_k, new_v [B, Hkv, T, D] into k, v [N, S, Hkv, D], both in one kernel."""
     B, Hkv, T, D = new_k.shape
-    if not new_k.numel():
+    if not (new_k.numel() and tables.numel()):
         return
     assert k.stride(3) == v.stride(3) == 1, "keys and values of a token lie beside each other"
     new_k, new_v = (x if x.stride(3) == 1 else x.contiguous() for x in (new_k, new_v))

@@ -31,12 +31,11 @@ def attend(
     last_of: Any = lambda i, n, Tq: i + n - Tq,
     head_of: Any = lambda h, Hq, Hkv: h // (Hq // Hkv),
     order_of: Any = lambda blocks: torch.arange(len(blocks)),
-    wide: torch.dtype | None = None,
     own_scale: bool = True,
 ) -> Tensor:
     """A right paged attention; the arguments from `block_of` on are the places for faults."""
     (B, Hq, Tq, D), (N, S, Hkv) = q.shape, k.shape[:3]
-    sums = wide or (torch.float64 if q.dtype is torch.float64 else torch.float32)
+    sums = torch.float64 if q.dtype is torch.float64 else torch.float32
     out = torch.zeros(B, Hq, Tq, D, dtype=sums)
     for b, length in enumerate(lengths.tolist()):
         n = keys_of(length, S, tables.shape[1] * S)
@@ -143,12 +142,6 @@ def window_off_by_one(q, k, v, tables, lengths, *, window=None, **how):
 def its_own_scale(q, k, v, tables, lengths, **how):
     """The scale that is asked for is not looked at."""
     return attend(q, k, v, tables, lengths, own_scale=False, **how)
-
-
-@mutant(paged_attention, killed_by=ORACLE, dtypes=(torch.bfloat16,))
-def sums_in_bfloat16(q, k, v, tables, lengths, **how):
-    """Scores, weights and sums in bfloat16."""
-    return attend(q, k, v, tables, lengths, wide=torch.bfloat16, **how)
 
 
 @mutant(paged_attention, killed_by="test_paged_attention::test_empty_in_empty_out")
