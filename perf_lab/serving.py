@@ -3,9 +3,10 @@
     server = Server(model, pool, most=32, chunk=512)
     tokens = server.run([Request(prompt, 100), Request(other, 20, eos=0)])
 
-A step: admit waiting requests in the order of their arrival, as long as rows and blocks last; compute up to
-`chunk` prompt tokens of those admitted; then one decode step for every request whose prompt is computed, all
-in one forward. A request ends with its eos or its last token, and its blocks go back to the pool.
+A step: compute up to `chunk` prompt tokens, of the requests admitted before, then of waiting ones, which are
+admitted in the order of their arrival as long as rows and blocks last; then one decode step for every request
+whose prompt is computed, all in one forward. A request ends with its eos or its last token, and its blocks go
+back to the pool.
 
 greedy      a token is that of the largest logit, the lowest id of equal ones: what `generate` gives the
             request alone, up to the rounding of logits in forwards of other sizes.
@@ -129,36 +130,41 @@ class Server:
     def step(self) -> None:
         """Admit, compute prompts, decode."""
         self.steps += 1
-        self._admit()
-        self._prefill()
-        self._decode()
-
-    def _admit(self) -> None:
-        while self.waiting and len(self.running) < self.most:
-            job = self.waiting[0]
-            tokens, namespace = job.request.known, job.request.namespace
-            if not self.pool.can_allocate(tokens, namespace):
-                return
-            job.sequence = self.pool.allocate(tokens, namespace)
-            if not job.request.tokens:
-                job.request.found = job.sequence.length
-            self.running.append(self.waiting.pop(0))
-            self.running.sort(key=lambda job: job.place)
-
-    def _prefill(self) -> None:
-        """Up to `chunk` tokens of the prompts that are not computed yet, the first arrived first."""
         budget = self.chunk
         for job in list(self.running):
-            sequence = held(job)
-            left = len(sequence.tokens) - sequence.length
-            if left == 0 or budget == 0:
-                continue
-            n = min(left, budget)
-            budget -= n
+            budget -= self._prefill(job, budget)
+        while budget and (admitted := self._admitted()):
+            budget -= self._prefill(admitted, budget)
+        self._decode()
+
+    def _admitted(self) -> Job | None:
+        """The first in line, with slots for its tokens, if it can have them. Prompts before it are computed:
+        it finds what it shares with them.
+        """
+        if not self.waiting or len(self.running) == self.most:
+            return None
+        job = self.waiting[0]
+        tokens, namespace = job.request.known, job.request.namespace
+        if not self.pool.can_allocate(tokens, namespace):
+            return None
+        job.sequence = self.pool.allocate(tokens, namespace)
+        if not job.request.tokens:
+            job.request.found = job.sequence.length
+        self.running.append(self.waiting.pop(0))
+        self.running.sort(key=lambda job: job.place)
+        return job
+
+    def _prefill(self, job: Job, most: int) -> int:
+        """Compute up to `most` tokens of a prompt that are left; how many these were."""
+        sequence = held(job)
+        left = len(sequence.tokens) - sequence.length
+        n = min(left, most)
+        if n:
             logits = self._forward(sequence, n)
             self.pool.commit(sequence, n)
             if n == left:
                 self._deliver(job, int(logits.argmax(-1)))
+        return n
 
     def _forward(self, sequence: Held, n: int) -> Tensor:
         """Logits [V] after the next n tokens of a sequence."""

@@ -20,14 +20,14 @@ def gather_paged_attention(
 ) -> Tensor:
     """Attention of q [B, Hq, Tq, D] over k, v [N, S, Hkv, D] -> [B, Hq, Tq, D]. Reads lengths on the host."""
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    S, attend = k.shape[1], attention["sdpa"].fn
-    counts = lengths.tolist()
+    S, counts = k.shape[1], lengths.tolist()
     for n in sorted({n for n in counts if n > 0}):  # rows of one length share a call
         rows = [b for b, count in enumerate(counts) if count == n]
-        named = tables[rows, : -(-n // S)].long()  # [rows, blocks]
+        own = slice(None) if len(rows) == len(counts) else rows
+        named = tables[own, : -(-n // S)].flatten()
         keys, values = (
-            pool[named].flatten(1, 2)[:, :n].transpose(1, 2)  # [rows, Hkv, n, D]
-            for pool in (k, v)
+            pool.index_select(0, named).view(len(rows), -1, *pool.shape[2:])[:, :n].transpose(1, 2)
+            for pool in (k, v)  # [rows, Hkv, n, D]
         )
-        out[rows] = attend(q[rows], keys, values, causal=True, scale=scale, window=window)
+        out[own] = attention["sdpa"].fn(q[own], keys, values, causal=True, scale=scale, window=window)
     return out

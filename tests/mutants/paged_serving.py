@@ -15,24 +15,25 @@ WARM = "test_paged_serving::test_a_warm_prompt_gets_the_tokens_of_a_cold_one"
 class CountsThePromptAgain(Server):
     """PG9: how much of a prompt is to be computed is counted before the hit is known."""
 
-    def _admit(self) -> None:
-        super()._admit()
-        for job in self.running:
-            if held(job).length and held(job).length < len(job.request.prompt):
-                self.pool.commit(held(job), min(1, len(held(job).tokens) - held(job).length - 1))
+    def _admitted(self) -> Any:
+        job = super()._admitted()
+        if job and 0 < held(job).length < len(held(job).tokens) - 1:
+            self.pool.commit(held(job), 1)
+        return job
 
 
 @mutant(serving, killed_by=ALONE)
 class ForgetsItsTokens(Server):
     """A preempted request starts again with its prompt, and keeps the tokens that it has given."""
 
-    def _admit(self) -> None:
+    def _admitted(self) -> Any:
         given = [(job.request, job.request.tokens) for job in self.waiting]
         for request, _ in given:
             request.tokens = []
-        super()._admit()
+        job = super()._admitted()
         for request, tokens in given:
             request.tokens = tokens
+        return job
 
 
 @mutant(serving, killed_by=ALONE)
@@ -90,23 +91,18 @@ class PreemptsTheFirst(Server):
 class AdmitsTheLatestFirst(Server):
     """The line is a stack."""
 
-    def _admit(self) -> None:
+    def _admitted(self) -> Any:
         self.waiting.sort(key=lambda job: -job.place)
-        super()._admit()
+        return super()._admitted()
 
 
 @mutant(serving, killed_by="test_paged_serving::test_a_step_computes_no_more_than_it_may")
 class WholePrompts(Server):
     """Each prompt has the whole budget of a step."""
 
-    def _prefill(self) -> None:
-        running = self.running
-        for job in list(running):
-            self.running = [job]
-            super()._prefill()
-            if job.sequence is None:
-                running.remove(job)
-        self.running = running
+    def _prefill(self, job: Any, most: int) -> int:
+        super()._prefill(job, self.chunk)
+        return 0
 
 
 @mutant(serving, killed_by="test_paged_serving::test_namespaces_find_nothing_of_each_other")
