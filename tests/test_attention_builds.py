@@ -31,6 +31,8 @@ CASES = (  # kernel, padded head dim, dtype, target; the largest head dims have 
     ("split", 256, "float32", "sm_80"),
     ("split by descriptor", 128, "bfloat16", "sm_90"),
     ("split by descriptor", 256, "bfloat16", "sm_90"),
+    ("split of 128 rows by descriptor", 256, "bfloat16", "sm_90"),
+    ("split of 128 rows", 256, "bfloat16", "sm_80"),
     ("merge", 128, "bfloat16", "sm_90"),
     ("merge", 128, "bfloat16", "sm_80"),
 )
@@ -38,7 +40,7 @@ CASES = (  # kernel, padded head dim, dtype, target; the largest head dims have 
 
 def on(*kernels: str) -> Any:
     """Parametrize over the cases of these kernels."""
-    chosen = [case for case in CASES if case[0] in kernels]
+    chosen = [case for case in CASES if case[0].replace(" of 128 rows", "") in kernels]
     return pytest.mark.parametrize("case", chosen, ids=lambda case: "-".join(map(str, case)))
 
 
@@ -63,7 +65,8 @@ def test_descriptors_are_loaded_by_the_copy_engine(case):
 def test_products_use_the_tensor_cores(case):
     """float32 too, in three products of its parts. A tile of 16 rows is too few for wgmma."""
     kernel, _, dtype, target = case
-    wide = target == "sm_90" and kernel.startswith("flash") and dtype != "float32"
+    many = kernel.startswith("flash") or "128 rows" in kernel
+    wide = many and target == "sm_90" and dtype != "float32"
     assert built(case)["tensor_cores"] == ("wgmma" if wide else "mma.sync")
 
 
@@ -149,11 +152,12 @@ def launch(name: str, block: int, dtype: str, target: str) -> tuple[Any, dict[st
         rows = {"q": tiles.queries, "k": tiles.keys, "v": tiles.keys, "o": tiles.queries}
         kernel, cut, extra = triton_flash.flash_kernel, tiles, common | loads | constants
     else:
-        parts = triton_split.cut_for(q, 8192, block)
+        R = triton_split.MOST_ROWS[q.dtype] if "128 rows" in name or dtype == "float32" else 16
+        parts = triton_split.cut_for(q.dtype, 8192, block, R, TARGETS[target] // 10)
         tile = {"N": parts.keys, "LEAST": triton_split.LEAST_KEYS, "PDL": pdl}
         rows = {"k": parts.keys, "v": parts.keys}
         kernel, cut = triton_split.split_kernel, parts
-        extra = common | loads | tile | {"R": 16, "WHOLE": False, "MASK": 0}
+        extra = common | loads | tile | {"R": R, "WHOLE": False, "MASK": 0}
         if name == "merge":
             kernel, extra = triton_split.merge_kernel, common | tile | {"BLOCK_S": 32}
     descriptors = {place: f"[1, 1, {n}, {block}]" for place, n in rows.items()} if tma else {}

@@ -1,7 +1,7 @@
 """Peer: torch's flex_attention, compiled.
 
-torch.compile makes a kernel for each shape, some ten seconds each, so this is held to shapes that a
-benchmark asks for; the benchmark checks its results before and after it is timed.
+torch.compile makes a kernel for each shape, which takes it seconds, so this takes one length and head dim,
+and no test draws those: its results are checked where it is timed, before and after.
 
 Source: Dong et al., Flex Attention, arXiv:2412.05496.
 """
@@ -16,19 +16,15 @@ from torch import Tensor
 from perf_lab.attention import attention
 from perf_lab.op import Limit
 
-BLOCK = 128  # of its block masks
+TOKENS, HEAD_DIM = 8192, 128
 
 LIMITS = (
     Limit("no mask tensor here", lambda *_, mask=None, **__: mask is not None),
     Limit("no lengths by row here", lambda *_, lengths=None, **__: lengths is not None),
     Limit("no window here", lambda *_, window=None, **__: window is not None),
     Limit(
-        f"compiled for each shape: whole blocks of {BLOCK} queries and keys only, as many of both",
-        lambda q, k, *_, **__: q.shape[2] != k.shape[2] or q.shape[2] % BLOCK != 0 or q.shape[2] == 0,
-    ),
-    Limit(
-        "compiled for each shape: head dims 64 and 128 only",
-        lambda q, k, v, **_: q.shape[3] not in (64, 128) or v.shape[3] != q.shape[3],
+        f"compiled for each shape, which takes seconds: {TOKENS} tokens of head dim {HEAD_DIM} only",
+        lambda q, k, v, **_: {*q.shape[2:], *k.shape[2:], *v.shape[2:]} != {TOKENS, HEAD_DIM},
     ),
 )
 
@@ -45,9 +41,7 @@ def _causal(T: int, device: torch.device) -> Any:
     """The blocks of a causal mask over T queries and keys."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    return create_block_mask(
-        lambda b, h, i, j: i >= j, None, None, T, T, device=str(device), BLOCK_SIZE=BLOCK
-    )
+    return create_block_mask(lambda b, h, i, j: i >= j, None, None, T, T, device=str(device))
 
 
 @attention.register("flex", devices=("cuda",), limits=LIMITS)

@@ -56,11 +56,11 @@ HOPPER = {
     (64, True): Tiles(64, 128, 4, 2),
     (128, False): Tiles(128, 64, 4, 2),
     (128, True): Tiles(128, 64, 4, 2),
-    (256, False): Tiles(64, 64, 4, 2),
-    (256, True): Tiles(64, 64, 4, 2),
+    (256, False): Tiles(128, 64, 8, 2),
+    (256, True): Tiles(128, 64, 8, 2),
 }
 POINTERS = {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 64, 8, 2), 256: Tiles(64, 32, 4, 2)}
-FLOAT32 = {64: Tiles(64, 32, 4, 2), 128: Tiles(64, 32, 4, 2), 256: Tiles(32, 32, 4, 2)}
+FLOAT32 = {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 32, 4, 2), 256: Tiles(32, 32, 4, 2)}
 TOGETHER = 2**25  # bytes of keys and values that a band of heads reads
 INTERPRETED, INTERPRETED_LONG = Tiles(32, 16, 4, 1), Tiles(256, 256, 4, 1)  # short lengths have edges too
 
@@ -74,12 +74,13 @@ def tiles_for(q: Tensor, keys: int, block: int, causal: bool, tma: bool) -> Tile
     return HOPPER[block, causal] if tma else POINTERS[block]
 
 
-@triton.jit(
-    do_not_specialize=[
-        *("q_batch", "q_head", "q_row", "k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row"),
-        *("lengths_step", "together", "heads", "group", "queries", "all_keys", "window", "D", "DV"),
-    ]
-)
+SIZES = [
+    *("q_batch", "q_head", "q_row", "k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row"),
+    *("lengths_step", "together", "heads", "group", "queries", "all_keys", "window", "D", "DV"),
+]
+
+
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["lengths_ptr"])
 def flash_kernel(
     q,
     k,
@@ -197,6 +198,14 @@ def flash_kernel(
         tl.store(o_at, acc.to(o.dtype.element_ty), mask=(i < queries)[:, None] & (d < DV)[None, :])
 
 
+# one kernel for all pointers that a view may have, where no load is wide anyway
+unaligned_kernel = triton.jit(
+    flash_kernel.fn,
+    do_not_specialize=SIZES,
+    do_not_specialize_on_alignment=["q", "k", "v", "lengths_ptr"],
+)
+
+
 def run(
     q: Tensor,
     k: Tensor,
@@ -221,15 +230,17 @@ def run(
     block = block_for(q, v)
     if tma is None:
         tma = capability(q.device) >= 9 and describable(q, k, v) and aligned(out)
-    together = together or max(1, TOGETHER * (Hq // Hkv) // (Tk * (D + Dv) * k.element_size()))
+    band = TOGETHER * (Hq // Hkv) // (Tk * (D + Dv) * k.element_size())
+    together = together or (max(1, min(band, 2**16)) if causal else 1)
     cut = cut or tiles_for(q, Tk, block, causal, tma)
     places: tuple[Any, ...] = (q, k, v, out)
     if tma:
         rows = (cut.queries, cut.keys, cut.keys, cut.queries)
         places = tuple(described(x, n, block) for x, n in zip(places, rows, strict=True))
     vec = VECTOR // q.element_size() if aligned(q, k, v, out) else 1
+    kernel = flash_kernel if vec > 1 else unaligned_kernel
     with torch.cuda.device_of(q):
-        flash_kernel[(math.ceil(Tq / cut.queries) * B * Hq,)](
+        kernel[(math.ceil(Tq / cut.queries) * B * Hq,)](
             *places,
             q if lengths is None else lengths,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],

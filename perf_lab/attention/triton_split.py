@@ -49,7 +49,8 @@ from perf_lab.attention.triton_tiles import (
 from perf_lab.library import operator
 from perf_lab.op import Limit
 
-MOST_ROWS = 128  # queries times heads of a group, in one tile
+# Queries times heads of a group, in one tile; the parts of more float32 do not fit into shared memory.
+MOST_ROWS = {torch.float16: 128, torch.bfloat16: 128, torch.float32: 32}
 LEAST_KEYS = 128  # of a stretch, so that merging stays small beside reading
 MOST_SPLITS = 128
 
@@ -63,21 +64,21 @@ class Cut(NamedTuple):
     programs: int
 
 
-# By bytes of a padded row of k, up to SHORT keys and above. Any cut is right; these were the fastest tried.
-SHORT = 8192
-CUTS = {128: Cut(128, 4, 3, 1), 256: Cut(64, 4, 3, 1), 512: Cut(32, 4, 3, 1)}
-LONG_CUTS = {128: Cut(128, 2, 3, 2), 256: Cut(128, 2, 2, 2), 512: Cut(64, 2, 2, 2)}
-INTERPRETED, INTERPRETED_LONG = Cut(16, 4, 1, 1), Cut(128, 4, 1, 1)  # short lengths are split too
+# By bytes of a padded row of k. Any cut is right; Hopper's were the fastest tried on an H200, up to 32 rows;
+# the others fit into less shared memory.
+HOPPER = {128: Cut(128, 4, 3, 1), 256: Cut(128, 4, 3, 1), 512: Cut(64, 4, 3, 1)}
+OTHERS = {128: Cut(64, 4, 3, 2), 256: Cut(64, 4, 2, 2), 512: Cut(32, 4, 2, 2)}
 FLOAT32 = {256: Cut(32, 4, 2, 2), 512: Cut(32, 4, 2, 2), 1024: Cut(16, 4, 2, 2)}
+INTERPRETED, INTERPRETED_LONG = Cut(16, 4, 1, 1), Cut(128, 4, 1, 1)  # short lengths are split too
 
 
-def cut_for(q: Tensor, keys: int, block: int) -> Cut:
-    """The cut by dtype, number of keys and padded head dim."""
+def cut_for(dtype: torch.dtype, keys: int, block: int, tile: int, major: int) -> Cut:
+    """The cut by dtype, number of keys, padded head dim, rows of a tile and major compute capability."""
     if machine.interpreting():
         return INTERPRETED if keys <= 96 else INTERPRETED_LONG
-    if q.dtype is torch.float32:
+    if dtype is torch.float32:
         return FLOAT32[4 * block]
-    return (CUTS if keys <= SHORT else LONG_CUTS)[2 * block]
+    return (HOPPER if major >= 9 and tile <= 32 else OTHERS)[2 * block]
 
 
 @functools.cache
@@ -88,7 +89,7 @@ def processors(device: torch.device) -> int:
 
 def tile_rows(rows: int) -> int:
     """Rows of a tile that holds so many query rows."""
-    return next(size for size in (16, 32, MOST_ROWS) if rows <= size)  # each is one more kernel to compile
+    return next(size for size in (16, 32, 128) if rows <= size)  # each is one more kernel to compile
 
 
 def splits_for(places: int, keys: int, programs: int, least: int = LEAST_KEYS) -> int:
@@ -121,13 +122,14 @@ def sight(
     return keys, low, stretch
 
 
-@triton.jit(
-    do_not_specialize=[
-        *("q_batch", "q_head", "q_row", "k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row"),
-        *("mask_batch", "mask_head", "mask_row", "mask_step", "lengths_step"),
-        *("kv_heads", "group", "queries", "all_keys", "window", "splits", "D", "DV"),
-    ]
-)
+SIZES = [
+    *("q_batch", "q_head", "q_row", "k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row"),
+    *("mask_batch", "mask_head", "mask_row", "mask_step", "lengths_step"),
+    *("kv_heads", "group", "queries", "all_keys", "window", "splits", "D", "DV"),
+]
+
+
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["lengths_ptr", "mask_ptr"])
 def split_kernel(
     q_ptr,
     k,
@@ -252,8 +254,17 @@ def split_kernel(
             tl.store(sums_ptr + (part * 2 + 1) * rows + r, total, mask=used)
 
 
+# one kernel for all pointers that a view may have, where no load is wide anyway
+unaligned_kernel = triton.jit(
+    split_kernel.fn,
+    do_not_specialize=SIZES,
+    do_not_specialize_on_alignment=["q_ptr", "k", "v", "lengths_ptr", "mask_ptr"],
+)
+
+
 @triton.jit(
-    do_not_specialize=["lengths_step", "all_keys", "kv_heads", "rows", "queries", "window", "splits", "DV"]
+    do_not_specialize=["lengths_step", "all_keys", "kv_heads", "rows", "queries", "window", "splits", "DV"],
+    do_not_specialize_on_alignment=["lengths_ptr"],
 )
 def merge_kernel(
     acc_ptr,
@@ -330,13 +341,13 @@ def run(
     lengths = None if lengths is None else lengths.to(q.device)
     group, block = Hq // Hkv, block_for(q, v)
     rows = group * Tq
-    cut = cut or cut_for(q, Tk, block)
+    tile, major = tile_rows(rows), capability(q.device)
+    cut = cut or cut_for(q.dtype, Tk, block, tile, major)
     least = LEAST_KEYS // 4 if machine.interpreting() else LEAST_KEYS  # there, lengths are short
     splits = splits or splits_for(B * Hkv, Tk, processors(q.device) * cut.programs, least)
     splits = min(splits, MOST_SPLITS)  # one program merges them
-    hopper = capability(q.device) >= 9
-    tma = (hopper and describable(k, v)) if tma is None else tma
-    pdl = (hopper and splits > 1 and not machine.interpreting()) if pdl is None else pdl
+    tma = (major >= 9 and describable(k, v)) if tma is None else tma
+    pdl = (major >= 9 and splits > 1 and not machine.interpreting()) if pdl is None else pdl
     overlap = {"launch_pdl": True} if pdl else {}
     acc = q.new_empty(B, Hkv, splits if splits > 1 else 0, rows, Dv, dtype=torch.float32)
     sums = q.new_empty(B, Hkv, splits if splits > 1 else 0, 2, rows, dtype=torch.float32)
@@ -348,13 +359,14 @@ def run(
         masked = (BOOL_MASK if mask.dtype is torch.bool else ADDED_MASK).value
         mask = mask.expand(B, Hq, Tq, Tk)
         mask_strides = mask.stride()
+    kernel = split_kernel if tma or vec > 1 else unaligned_kernel
     with torch.cuda.device_of(q):
-        split_kernel[(B * Hkv * splits,)](
+        kernel[(B * Hkv * splits,)](
             q, *places, acc, sums, out, lengths if ragged else q, q if mask is None else mask,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
             *mask_strides, step, Hkv, group, Tq, Tk, window or 0, (scale or D**-0.5) * LOG2_E.value, splits,
             D, Dv,
-            block, tile_rows(rows), cut.keys, least, splits == 1, masked,
+            block, tile, cut.keys, least, splits == 1, masked,
             causal, window is not None, ragged, tma or (vec > 1 and block == D == Dv), vec, tma, pdl,
             machine.interpreting(), num_warps=cut.warps, num_stages=cut.stages, **overlap, **options,
         )  # fmt: skip
@@ -408,8 +420,9 @@ def split(
     limits=(
         *LIMITS,
         Limit(
-            f"for decoding: a group's heads times queries up to {MOST_ROWS}",
-            lambda q, k, v, **_: _rows(q, k) > MOST_ROWS,
+            f"for decoding: a group's heads times queries up to {MOST_ROWS[torch.float16]}, in float32"
+            f" {MOST_ROWS[torch.float32]}",
+            lambda q, k, v, **_: _rows(q, k) > MOST_ROWS.get(q.dtype, 0),
         ),
     ),
 )
