@@ -1,5 +1,6 @@
 """What the attention kernels promise beyond the op's contract: splits, captured calls, torch's compiler."""
 
+import dataclasses
 import inspect
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from perf_lab.attention import attention, triton_flash, triton_split
 from perf_lab.numerics import build, check, judge, within_limits
 from perf_lab.op import FLOATS
-from perf_lab.pytest_plugin import implementations
+from perf_lab.pytest_plugin import implementations, on_devices
 from perf_lab.strategies import Input, dtype_name, inputs, lengths
 
 
@@ -111,3 +112,20 @@ def test_a_compiled_model_gives_what_the_call_gives(device, impl, dtype):
         return fn(q * 2, k, v, causal=True) + 1
 
     assert torch.equal(model(q, k, v), fn(q * 2, k, v, causal=True) + 1)
+
+
+CUTS = (16, 16, 4, 1), (32, 64, 4, 2), (64, 32, 4, 2), (128, 64, 8, 2)  # queries, keys, warps, stages
+
+
+@on_devices("cpu", "cuda")
+@given(data=st.data(), cut=st.sampled_from(CUTS), together=st.integers(1, 9), causal=st.booleans())
+def test_any_cut_of_flash_matches_the_oracle(device, data, cut, together, causal):
+    """Also any number of heads whose tiles go heaviest first, the last band of them not being whole."""
+    B, heads, T, D = (data.draw(st.integers(1, most)) for most in (2, 5, 40 if device == "cpu" else 300, 128))
+    q, k, v = (data.draw(inputs((B, heads, T, D), torch.float16, ("normal",))) for _ in range(3))
+    cut = triton_flash.Tiles(*cut)
+
+    def fn(q, k, v, *, causal):
+        return triton_flash.run(q, k, v, causal=causal, cut=cut, together=together)
+
+    check(dataclasses.replace(attention["flash"], fn=fn), q, k, v, causal=causal, device=device)
