@@ -59,9 +59,9 @@ class Cut(NamedTuple):
     block     columns of a block, a power of two; rows up to it are taken whole, longer ones in steps.
     warps     of a program.
     rows      of a block, a power of two; of whole rows alone.
-    stages    of a row in steps: blocks loaded ahead, plus one; of a split row: blocks a program reads
-              before it goes back to write the first.
-    split     0, or how many programs a processor share the blocks of longer rows (where the op can).
+    stages    of a row in steps: blocks loaded ahead, plus one.
+    split     0, or: the blocks of longer rows go to programs of their own, so many KiB of rows at a time
+              (where the op can).
     """
 
     block: int
@@ -88,7 +88,7 @@ class Cut(NamedTuple):
             "warps": self.warps in WARPS,
             "rows": _power_of_two(self.rows) and self.rows * self.block <= 2 * LARGEST,
             "stages": 1 <= self.stages <= 8,
-            "split": 0 <= self.split <= 32,
+            "split": 0 <= self.split <= 2**20,
         }
         if wrong := [name for name, right in accepted.items() if not right]:
             raise ValueError(f"{wrong[0]}: got {getattr(self, wrong[0])} in {self}")
@@ -199,17 +199,9 @@ def early(device: torch.device) -> bool:
     )
 
 
-@functools.cache
-def processors(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU; 4 where kernels are interpreted, so that programs loop."""
-    if device.type != "cuda":
-        return 4
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def as_rows(x: Tensor) -> Tensor:
     """The non-empty x [..., C] as [R, C] with contiguous columns: a view where the strides allow one."""
-    flat = x.reshape(-1, x.shape[-1])
+    flat = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
     return flat if flat.stride(1) == 1 else flat.contiguous()
 
 
@@ -224,11 +216,10 @@ def candidates(columns: int, rows: int, split: bool) -> list[Cut]:
     for step, warps in itertools.product((4096, 8192, 16384), (4, 8, 16, 32)):
         if columns <= LARGEST or not 8 <= step // (32 * warps) <= 32:
             continue
-        if not split:
+        if split:
+            cuts += [Cut(step, warps, split=mib * 1024) for mib in (4, 8, 12, 16, 24, 1024)]
+        else:
             cuts += [Cut(step, warps, stages=stages) for stages in (1, 2, 3)]
-        for programs, stages in itertools.product((1, 2, 3, 4, 6, 8), (1, 2, 3)):
-            if split and 16 <= programs * warps <= 32:
-                cuts.append(Cut(step, warps, stages=stages, split=programs))
     return cuts
 
 

@@ -183,7 +183,7 @@ BAD_CUTS = {
     "three warps": {"block": 64, "warps": 3},
     "three rows": {"block": 64, "warps": 4, "rows": 3},
     "no stages": {"block": 64, "warps": 4, "stages": 0},
-    "too many programs": {"block": 64, "warps": 4, "split": 1000},
+    "too large a lap": {"block": 64, "warps": 4, "split": 2**21},
     "fewer than none": {"block": 64, "warps": 4, "split": -1},
 }
 

@@ -3,7 +3,7 @@ program, read twice; and a longer row shared out over programs, read a second ti
 
 perf_lab.rows says how a call is cut and launched. The third form is of this op
 alone: with 128 rows of a vocabulary's 262,144 logits, a row a program leaves
-most of a GPU's processors without enough loads in flight.
+a GPU's processors without enough loads in flight.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202, D403 -- parameters of a kernel have Triton's types, not Python's
@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from perf_lab import machine
 from perf_lab.library import operator
 from perf_lab.op import Limit
 from perf_lab.rows import (
@@ -27,14 +26,12 @@ from perf_lab.rows import (
     default_cut,
     early,
     let_next_start,
-    processors,
     register,
     wait_for_inputs,
 )
 from perf_lab.softmax import softmax
 
-MOST_PARTS = 1024  # of a split row: each of its blocks reads the words of all
-PATIENCE = 2000  # looks at a row's words in the L2 cache, about 1 us each, before a program helps itself
+MOST_PARTS = 1024  # of a split row: each of its blocks reads the maxima and sums of all
 
 
 @triton.jit
@@ -105,114 +102,62 @@ def long_rows(
         tl.store(y_ptr + column, y.to(y_ptr.dtype.element_ty), mask=column < columns)
 
 
-@triton.jit
-def _word(x, ACCURATE: tl.constexpr):
-    """One word of what a part of a row adds to it: maximum (high half) and sum (low half).
-    None is 0: the sum is at least exp(0), or the maximum of a part of -inf is not 0.
-    """
-    top = tl.max(x, 0)
-    total = tl.sum(_exp(x - _finite(top), ACCURATE), 0)
-    high = top.to(tl.int32, bitcast=True).to(tl.int64) << 32
-    return high | (total.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
-
-
-@triton.jit
-def _publish_missing(x_ptr, words_ptr, columns, parts, BLOCK: tl.constexpr, ACCURATE: tl.constexpr):
-    """The words of a row that are not there, worked out by this program as the others would."""
-    for part in range(parts):
-        if tl.atomic_add(words_ptr + part, 0, sem="relaxed") == 0:
-            column = part * BLOCK + tl.arange(0, BLOCK)
-            x = tl.load(x_ptr + column, mask=column < columns, other=-float("inf")).to(tl.float32)
-            tl.atomic_xchg(words_ptr + part, _word(x, ACCURATE), sem="relaxed")
-    tl.debug_barrier()  # one thread wrote, all may read
-
-
-@triton.jit
-def _row_of_words(words_ptr, parts, PADDED: tl.constexpr):
-    """The words of a row [PADDED], and how many of them are missing: the same number in every thread,
-    because no word is read by two (PADDED is twice the threads, or more).
-    """
-    index = tl.arange(0, PADDED)
-    words = tl.load(words_ptr + index, mask=index < parts, other=0, volatile=True)
-    return words, tl.sum(((words == 0) & (index < parts)).to(tl.int32), 0)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["parts", "read_first", "read_count", "write_first", "write_count"])
 def split_rows(
     x_ptr,
     y_ptr,
-    words_ptr,
-    blocks,
+    tops_ptr,
+    sums_ptr,
     columns,
     x_stride,
     parts,
-    lag,
+    read_first,
+    read_count,
+    write_first,
+    write_count,
     BLOCK: tl.constexpr,
     PADDED: tl.constexpr,
-    PATIENCE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """y [rows, columns] = softmax of x, whose rows are `parts` blocks of BLOCK columns; the programs share
-    all blocks. Each reads a block and publishes its maximum and sum; lag blocks later it comes back,
-    reads the words of the whole row and the block again (from the L2 cache), and writes the result.
+    """One lap of y [rows, columns] = softmax of x, whose rows are `parts` blocks of BLOCK columns: maximum
+    and sum of read_count blocks from read_first on, and the result of write_count blocks from
+    write_first on, whose rows' maxima and sums earlier laps have written. Programs of both kinds alternate.
 
-    blocks: rows * parts. words_ptr: [rows, parts] int64, zeros (see `_word`).
-    So `lag` blocks of every program are in the L2 cache at a time. By then the other programs have mostly
-    published, but nothing says that they even run: after PATIENCE looks a program works out what is
-    missing itself. So it ends in any order of programs, one after the other included.
+    tops_ptr, sums_ptr: [rows, parts] float32. PADDED: a power of two, at least `parts`.
     """
     ACCURATE: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     wait_for_inputs(EARLY)
-    first, programs = tl.program_id(0), tl.num_programs(0)
-    mine = tl.cdiv(blocks - first, programs)
-    for step in range(mine + lag):
-        block = first + step * programs
-        column = block % parts * BLOCK + tl.arange(0, BLOCK)
-        inside = column < tl.where(step < mine, columns, 0)
-        ahead = tl.load(
-            x_ptr + (block // parts).to(tl.int64) * x_stride + column, mask=inside, other=-float("inf")
-        )
-        if step >= lag:
-            done = block - lag * programs
-            row = (done // parts).to(tl.int64)
-            column = done % parts * BLOCK + tl.arange(0, BLOCK)
-            words, missing = _row_of_words(words_ptr + row * parts, parts, PADDED)
-            looks = 0
-            while (missing > 0) & (looks < PATIENCE):
-                words, missing = _row_of_words(words_ptr + row * parts, parts, PADDED)
-                looks += 1
-            if missing > 0:
-                _publish_missing(
-                    x_ptr + row * x_stride, words_ptr + row * parts, columns, parts, BLOCK, ACCURATE
-                )
-                words, missing = _row_of_words(words_ptr + row * parts, parts, PADDED)
-            there = words != 0
-            tops = tl.where(there, (words >> 32).to(tl.int32).to(tl.float32, bitcast=True), -float("inf"))
-            totals = tl.where(there, words.to(tl.int32).to(tl.float32, bitcast=True), 0.0)
-            shift = _finite(tl.max(tops, 0))
-            scale = 1.0 / tl.sum(totals * _exp(tops - shift, ACCURATE), 0)
-            x = tl.load(x_ptr + row * x_stride + column, mask=column < columns, other=-float("inf"))
-            y = _exp(x.to(tl.float32) - shift, ACCURATE) * scale
-            tl.store(y_ptr + row * columns + column, y.to(y_ptr.dtype.element_ty), mask=column < columns)
-        if step < mine:
-            tl.atomic_xchg(words_ptr + block, _word(ahead.to(tl.float32), ACCURATE), sem="relaxed")
-
-
-@triton.jit
-def clear(words_ptr, count, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    """Zeros."""
-    wait_for_inputs(EARLY)
     let_next_start(EARLY)
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(words_ptr + index, tl.zeros([BLOCK], tl.int64), mask=index < count)
+    program, both = tl.program_id(0), 2 * tl.minimum(read_count, write_count)
+    writes = tl.where(program < both, program % 2 == 1, write_count > read_count)
+    index = tl.where(program < both, program // 2, program - both // 2)
+    block = index + tl.where(writes, write_first, read_first)
+    row = (block // parts).to(tl.int64)
+    column = block % parts * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * x_stride + column, mask=column < columns, other=-float("inf")).to(tl.float32)
+    if writes:
+        part = tl.arange(0, PADDED)
+        # from the L2 cache: this processor's own may hold the lines as they were
+        tops = tl.load(
+            tops_ptr + row * parts + part, mask=part < parts, other=-float("inf"), cache_modifier=".cg"
+        )
+        sums = tl.load(sums_ptr + row * parts + part, mask=part < parts, other=0.0, cache_modifier=".cg")
+        shift = _finite(tl.max(tops, 0))
+        scale = 1.0 / tl.sum(sums * _exp(tops - shift, ACCURATE), 0)
+        y = _exp(x - shift, ACCURATE) * scale
+        tl.store(y_ptr + row * columns + column, y.to(y_ptr.dtype.element_ty), mask=column < columns)
+    else:
+        top = tl.max(x, 0)
+        tl.store(tops_ptr + block, top)
+        tl.store(sums_ptr + block, tl.sum(_exp(x - _finite(top), ACCURATE), 0))
 
 
 def default(columns: int, rows: int) -> Cut:
     """The cut without tuning: rows past the registers are split, however many."""
-    return Cut(4096, 4, stages=2, split=8) if columns > LARGEST else default_cut(columns, rows)
+    return Cut(8192, 16, split=12 * 1024) if columns > LARGEST else default_cut(columns, rows)
 
 
-KERNELS = RowOp("softmax", whole_rows, long_rows, default=default)
+KERNELS = RowOp("softmax", whole_rows, long_rows, default=default, revision=2)
 
 
 def run(x: Tensor, cut: Cut | None = None) -> Tensor:
@@ -237,21 +182,24 @@ def run(x: Tensor, cut: Cut | None = None) -> Tensor:
 
 
 def _split(x: Tensor, y: Tensor, cut: Cut, parts: int) -> None:
-    """x [R, C] in blocks that programs share, `cut.split` programs a processor."""
-    blocks = x.shape[0] * parts
-    words = torch.empty(blocks, dtype=torch.int64, device=x.device)
+    """x [R, C] in laps of `cut.split` KiB: each reads its rows and writes those of the lap before, which
+    the L2 cache still holds.
+    """
+    rows, columns = x.shape
+    tops, sums = torch.empty(2, rows, parts, dtype=torch.float32, device=x.device)
     start_early = early(x.device)
-    how = {"launch_pdl": True} if start_early else {}
-    patience = 1 if machine.interpreting() else PATIENCE  # the interpreter runs one program at a time
-    padded = max(triton.next_power_of_2(parts), 64 * cut.warps)
-    programs = min(blocks, cut.split * processors(x.device))
+    how = {"num_warps": cut.warps, **({"launch_pdl": True} if start_early else {})}
+    lap = parts * max(1, cut.split * 1024 // (columns * x.element_size()))  # blocks
+    blocks = rows * parts
     with torch.cuda.device_of(x):
-        clear[(math.ceil(blocks / 1024),)](words, blocks, 1024, start_early, **how)
-        split_rows[(programs,)](
-            *(x, y, words, blocks, x.shape[1], x.stride(0), parts, cut.stages),
-            *(cut.block, padded, patience, start_early),
-            **{"num_warps": cut.warps, **how},
-        )
+        for start in range(0, blocks + lap, lap):
+            read = min(lap, max(0, blocks - start))
+            write = min(lap, blocks - start + lap) if start else 0
+            split_rows[(read + write,)](
+                *(x, y, tops, sums, columns, x.stride(0), parts, start, read, start - lap, write),
+                *(cut.block, triton.next_power_of_2(parts), start_early),
+                **how,
+            )
 
 
 NO_FLOAT64 = Limit("sums are float32, too coarse for float64", lambda x: x.dtype is torch.float64)
