@@ -107,8 +107,8 @@ def run(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, cut: Cut | None = None
 ) -> tuple[Tensor, Tensor]:
     """(y, s) of x, residual [..., C] with a given cut, or the one of this call; any cut is right."""
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    s = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    s = torch.empty_like(x, memory_format=torch.contiguous_format)
     if x.numel() == 0:
         return y, s
     inputs, weight = (as_rows(x), as_rows(residual)), weight.contiguous()  # [R, C] each, [C]

@@ -84,7 +84,7 @@ KERNELS = RowOp("rms_norm", whole_rows, long_rows, (torch.bfloat16, torch.bfloat
 
 def run(x: Tensor, weight: Tensor, eps: float = 1e-6, cut: Cut | None = None) -> Tensor:
     """RMS norm of x [..., C] with a given cut, or the one of this call; any cut is right."""
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if x.numel() == 0:
         return y
     flat, weight = as_rows(x), weight.contiguous()  # [R, C], [C]

@@ -162,7 +162,7 @@ KERNELS = RowOp("softmax", whole_rows, long_rows, default=default, revision=2)
 
 def run(x: Tensor, cut: Cut | None = None) -> Tensor:
     """Softmax of x [..., C] with a given cut, or the one of this call; any cut is right."""
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if x.numel() == 0:
         return y
     flat = as_rows(x)  # [R, C]
