@@ -178,7 +178,7 @@ def test_a_sequence_wastes_less_than_a_block(device, impl, lengths, size, more):
         pool.extend(sequence, ids(more, 0))
     slots = pool.blocks.used * size
     needed = sum(n + more for n in lengths)
-    assert needed <= slots <= needed + (size - 1) * len(lengths)
+    assert needed <= slots <= needed + (size - 1) * len(lengths), f"{slots} slots for {needed} tokens"
 
 
 @implementations(kv_pool)
@@ -432,7 +432,8 @@ def machine(impl: Any, device: str, hasher: Any, done: Counter[str]) -> type[Rul
         def tables_are_as_long_as_needed(self):
             for twin in self.twins:
                 slots = len(twin.tokens) if twin.live else 0
-                assert len(twin.sequence.blocks) == -(-slots // self.size)
+                held = len(twin.sequence.blocks)
+                assert held == -(-slots // self.size), f"{held} blocks of {self.size} for {slots} tokens"
 
         @invariant()
         def what_is_findable_is_what_its_hash_says(self):
@@ -527,8 +528,13 @@ def assert_holds(
     for memory, right in zip(
         (pool.k, pool.v), truth(namespace, tuple(tokens[:length]), pool.layers), strict=True
     ):
-        got = memory[:, sequence.blocks].flatten(1, 2)[:, :length].cpu()
-        assert torch.equal(got, right), f"{sequence} holds\n{got[0, :, 0, 0]}, should be\n{right[0, :, 0, 0]}"
+        got = memory[:, sequence.blocks].flatten(1, 2)[:, :length].cpu()  # [layers, length, Hkv, D]
+        if not torch.equal(got, right):
+            layer, token, _, _ = (got != right).nonzero()[0].tolist()
+            values = (
+                f"{got[layer, token].flatten().tolist()}, should be {right[layer, token].flatten().tolist()}"
+            )
+            raise AssertionError(f"{sequence}: token {token} is in layer {layer} {values}")
 
 
 def state(pool: Any, sequences: list[Any]) -> Any:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from perf_lab.attention import attention
-from perf_lab.numerics import build, check, judge, poisoned
+from perf_lab.model.transformer import rotate
+from perf_lab.numerics import build, check, eps, judge, poisoned
 from perf_lab.op import FLOATS, Cost
 from perf_lab.paged_attention import paged_attention, paged_write
 from perf_lab.pytest_plugin import implementations
@@ -231,6 +232,36 @@ def test_one_block_after_another_is_the_dense_attention(device, impl, seed, size
         paged_attention.oracle(q.double(), k.double(), v.double(), tables, counts), should_be
     )
     check(impl, q, k, v, tables, counts, device=device)
+
+
+@implementations(paged_write, only=lambda impl: impl.name == "triton")
+@given(
+    seed=st.integers(0, 99),
+    size=sizes,
+    starts=st.lists(st.integers(-1, 12), min_size=1, max_size=3),
+    D=st.sampled_from((4, 6)),
+    turned=st.sampled_from(("each row", "all alike", "not")),
+)
+def test_one_kernel_turns_and_stores_as_a_rotation_and_a_write(device, impl, seed, size, starts, D, turned):
+    from perf_lab.paged_attention.triton import turn_and_put
+
+    H, Hkv, B = 4, 2, len(starts)
+    blocks = -(-13 // size)
+    tables = torch.randperm(B * blocks).view(B, blocks).int().to(device)
+    qkv = Input((B, 1, H + 2 * Hkv, D), seed=seed).on(device)
+    rows = () if turned == "all alike" else (B,)
+    cos, sin = (Input((*rows, 1, 1, D), seed=seed + i).on(device) for i in (1, 2))
+    k, v = (Input((B * blocks, size, Hkv, D), seed=seed + i).on(device) for i in (3, 4))
+    qk, new_v = qkv.split((H + Hkv, Hkv), 2)
+    qk = qk if turned == "not" else rotate(qk, cos, sin)
+    at = torch.tensor(starts, device=device)
+    new_k = qk[:, :, H:].transpose(1, 2)
+    should_be = paged_write.oracle(k.clone(), v.clone(), new_k, new_v.transpose(1, 2), tables, at)
+    q = turn_and_put(qkv.flatten(2), None if turned == "not" else (cos, sin), H, k, v, tables, at)
+    close = {"rtol": 0, "atol": 2 * 16 * eps(torch.float32)}  # two roundings of products below 16
+    torch.testing.assert_close(q, qk[:, :, :H].transpose(1, 2), **close)
+    torch.testing.assert_close(k, should_be[0], **close)
+    assert torch.equal(v, should_be[1])
 
 
 def _changed(naming: str, **change: Any) -> Any:

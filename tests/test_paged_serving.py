@@ -13,6 +13,7 @@ from perf_lab.generate import generate
 from perf_lab.kv_cache import Pool, kv_cache
 from perf_lab.kv_cache.prefix import content_hash
 from perf_lab.model import ModelConfig, Transformer
+from perf_lab.numerics import poisoned
 from perf_lab.pytest_plugin import implementations
 from perf_lab.serving import Request, serving
 from perf_lab.speculative import speculative_generate
@@ -48,7 +49,8 @@ def alone(device: str, seed: int, prompt: tuple[int, ...], new: int, eos: int | 
 def pool(device: str, blocks: int = 40, size: int = 4, hasher: Any = content_hash, dtype: Any = None) -> Pool:
     like = {"dtype": dtype or exact(device), "device": device}
     sizes = {"layers": CONFIG.layers, "kv_heads": CONFIG.kv_heads, "head_dim": CONFIG.head_dim}
-    return Pool(**sizes, blocks=blocks, block_size=size, hasher=hasher, **like)
+    with poisoned():
+        return Pool(**sizes, blocks=blocks, block_size=size, hasher=hasher, **like)
 
 
 @dataclass
@@ -251,7 +253,8 @@ def cache_of(impl: Any, device: str, batch: int, capacity: int, size: int) -> An
     """A cache for the model; of blocks of this size, where there are blocks."""
     blocks = {"block_size": size} if impl.name == "paged" else {}
     sizes = {"layers": CONFIG.layers, "kv_heads": CONFIG.kv_heads, "head_dim": CONFIG.head_dim}
-    return impl.fn(**sizes, batch=batch, capacity=capacity, dtype=exact(device), device=device, **blocks)
+    with poisoned():
+        return impl.fn(**sizes, batch=batch, capacity=capacity, dtype=exact(device), device=device, **blocks)
 
 
 class Over:

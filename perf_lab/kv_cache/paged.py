@@ -111,7 +111,8 @@ class PagedCache:
             )
         for t in range(len(at)):
             self.slots(at[t : t + 1]).write(layer, k[:, :, t : t + 1], v[:, :, t : t + 1])
-        return self.slots(at[:1]).gathered(layer, self.capacity)
+        self.reserve()
+        return Rows(self.pool, self._tables(), at[:0], 0).gathered(layer, self.capacity)
 
     def advance(self, n: int) -> None:
         """Commit the n slots after the committed tokens, filled by `write` in every layer.
@@ -124,14 +125,16 @@ class PagedCache:
             self.pool.commit(sequence, n)
         self._settle(self.length)
 
-    def slots(self, at: Tensor) -> Rows:
+    def slots(self, at: Tensor) -> "PagedSlots":
         """What a decode step reads and writes through, whose next slot `at` [1] only the device knows.
 
-        Blocks for the whole capacity are taken, so that the tables stay as they are. Raises PoolFullError.
+        Blocks for the whole capacity are taken. Raises PoolFullError.
         """
+        return PagedSlots(self, at)
+
+    def reserve(self) -> None:
+        """Take blocks for the whole capacity, so that the tables stay as they are. Raises PoolFullError."""
         self._extend(self.capacity)
-        starts = at.expand(self.batch) if len(at) else at
-        return Rows(self.pool, self._tables(), starts, self.capacity)
 
     def attend(
         self,
@@ -234,3 +237,23 @@ class PagedCache:
             )
         for sequence in self.sequences:
             self.pool.extend(sequence, [UNKNOWN] * count)
+
+
+class PagedSlots(Rows):
+    """Rows of a cache in blocks whose next free slot, `at` [1], is known to the device only.
+
+    The tables are a tensor that stays where it is: before steps that write to them, `begin` fills it with the
+    blocks of the cache's rows, which reach to its capacity.
+    """
+
+    def __init__(self, cache: PagedCache, at: Tensor) -> None:
+        self.cache, self.at = cache, at
+        width = -(-cache.capacity // cache.block_size)
+        tables = torch.zeros(cache.batch, width, dtype=torch.int32, device=cache.device)
+        super().__init__(cache.pool, tables, at.expand(cache.batch), cache.capacity)
+        self.begin()
+
+    def begin(self) -> None:
+        """Steps are to come: the cache's blocks are taken and their table is told."""
+        self.cache.reserve()
+        self.tables.copy_(table_of(self.cache.sequences))

@@ -29,16 +29,11 @@ class Rows:
         self.layers, self.batch = pool.layers, tables.shape[0]
         self.capacity = tables.shape[1] * pool.block_size
         self.seen: Tensor | None = None  # [B], keys of each row, the new ones counted
-        fast = (
-            pool.k.is_cuda
-            and pool.k.dtype is not torch.float64
-            and "triton" in paged_attention.implementations
-        )
-        self._attend = paged_attention["triton" if fast else "gather"].fn
-        self._dense = attention[
-            "naive" if pool.k.is_cuda else "sdpa"
-        ].fn  # for masks: reads lengths on the device
-        self._write = paged_write["triton" if fast else "torch"].fn
+        kernels = "triton" in paged_attention.implementations and pool.k.dtype is not torch.float64
+        self.fast = pool.k.is_cuda and kernels  # whether nothing here waits for the device
+        self._read = paged_attention["triton" if self.fast else "gather"].fn
+        self._write = paged_write["triton" if self.fast else "torch"].fn
+        self._masked = attention["naive" if pool.k.is_cuda else "sdpa"].fn  # reads lengths on the device
 
     @classmethod
     def of(cls, pool: Pool, sequences: list[Sequence]) -> "Rows":
@@ -71,12 +66,28 @@ class Rows:
         self.write(layer, k, v)
         if self.length == 0 and q.shape[2] > 1:
             return attention["sdpa"].fn(q, k, v, causal=True, window=window, mask=mask)
+        return self.look(layer, q, window=window, mask=mask)
+
+    def look(self, layer: int, q: Tensor, *, window: int | None = None, mask: Tensor | None = None) -> Tensor:
+        """The attention of q [B, Hq, T, D] to all tokens that are written, its own T included."""
         if self.seen is None:
             self.seen = self.starts + q.shape[2]  # one kernel a forward, not one a layer
         if mask is not None:
             keys, values = self.gathered(layer, mask.shape[3])
-            return self._dense(q, keys, values, causal=True, window=window, mask=mask, lengths=self.seen)
-        return self._attend(q, self.pool.k[layer], self.pool.v[layer], self.tables, self.seen, window=window)
+            return self._masked(q, keys, values, causal=True, window=window, mask=mask, lengths=self.seen)
+        return self._read(q, self.pool.k[layer], self.pool.v[layer], self.tables, self.seen, window=window)
+
+    def turn_and_store(
+        self, layer: int, qkv: Tensor, turn: tuple[Tensor, Tensor] | None, heads: int
+    ) -> Tensor:
+        """Turn the queries and keys of one token a row, qkv [B, 1, (H + 2 Hkv) D], by (cos, sin), put keys
+        and values into their slots, and give q [B, H, 1, D]: in one kernel, where `fast`.
+        """
+        from perf_lab.paged_attention.triton import turn_and_put
+
+        return turn_and_put(
+            qkv, turn, heads, self.pool.k[layer], self.pool.v[layer], self.tables, self.starts
+        )
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Put k and v [B, Hkv, T, D] of the new tokens into their slots."""

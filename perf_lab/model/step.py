@@ -7,6 +7,7 @@ slots      takes the place of the cache: `attend(layer, q, k, v, window=, mask=)
            what it holds and gives the attention of q [B, H, 1, D] over all of it, [B, H, 1, D]. Those over
            one block of memory (perf_lab.decode.Slots) also give the parts of that: `memory(layer)`, the keys
            and values [B, Hkv, capacity, D], `at`, the slot [1] to write, `look(layer, q, window=, mask=)`.
+           Those over blocks (perf_lab.kv_cache.Rows) have `turn_and_store(layer, qkv, turn, heads)`.
 positions  [1] or [B, 1] int64.
 mask       as the op `attention` takes it, over what slots holds.
 logits     [B, 1, V], what `model` gives for the same token after the same cache.
@@ -40,7 +41,7 @@ def plain(model: Any, tokens: Tensor, slots: Any, positions: Tensor, mask: Tenso
 def fuses(slots: Any, weight: Tensor) -> bool:
     """Whether the fused kernels serve here: Triton runs, the memory is one block, the dtype none too wide."""
     runs = "fused" in decode_step.implementations and (weight.is_cuda or machine.interpreting())
-    return runs and hasattr(slots, "memory") and weight.dtype in FLOATS
+    return runs and (hasattr(slots, "memory") or getattr(slots, "fast", False)) and weight.dtype in FLOATS
 
 
 decode_step.load("perf_lab.model", "step_fused")

@@ -33,11 +33,18 @@ def fused(model: Any, tokens: Tensor, slots: Any, positions: Tensor, mask: Tenso
         model.layers, (*(a.attention_norm for a in model.layers[1:]), model.norm), strict=True
     ):
         attention = layer.attention
-        q = turn_and_store(attention.qkv(y), turn, attention.heads, slots.memory(attention.index), slots.at)
+        q = _store(attention.qkv(y), turn, attention.heads, slots, attention.index)
         seen = slots.look(attention.index, q, window=attention.window, mask=mask)  # [B, H, 1, D]
         y, x = _add_norm(attention.out(seen.reshape(batch, 1, -1)), x, layer.mlp_norm)
         y, x = _add_norm(_mlp(layer.mlp, y), x, then)
     return model.head(y)
+
+
+def _store(qkv: Tensor, turn: tuple[Tensor, Tensor] | None, heads: int, slots: Any, layer: int) -> Tensor:
+    """`turn_and_store`, by slots that know where to."""
+    if hasattr(slots, "turn_and_store"):
+        return slots.turn_and_store(layer, qkv, turn, heads)
+    return turn_and_store(qkv, turn, heads, slots.memory(layer), slots.at)
 
 
 def _norm(x: Tensor, norm: nn.RMSNorm) -> Tensor:

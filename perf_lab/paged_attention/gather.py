@@ -26,7 +26,9 @@ def gather_paged_attention(
         own = slice(None) if len(rows) == len(counts) else rows
         named = tables[own, : -(-n // S)].flatten()
         keys, values = (
-            pool.index_select(0, named).view(len(rows), -1, *pool.shape[2:])[:, :n].transpose(1, 2)
+            pool.index_select(0, named)
+            .view(len(rows), -(-n // S) * S, *pool.shape[2:])[:, :n]
+            .transpose(1, 2)
             for pool in (k, v)  # [rows, Hkv, n, D]
         )
         out[own] = attention["sdpa"].fn(q[own], keys, values, causal=True, scale=scale, window=window)

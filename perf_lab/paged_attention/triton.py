@@ -218,6 +218,37 @@ def put(
     tl.store(v_ptr + block * v_n + place * v_s + h * v_h + d, new_v, mask=inside)
 
 
+@triton.jit(do_not_specialize=["heads", "kv_heads", "size", "start_b"])
+def turn(
+    qkv_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, table_ptr, start_ptr,
+    qkv_b, turn_b, k_n, k_s, k_h, v_n, v_s, v_h, table_b, start_b, heads, kv_heads, size,
+    D: tl.constexpr, DIM: tl.constexpr, TURN: tl.constexpr,
+):  # fmt: skip
+    """One head of one row of qkv [B, (H + 2 Hkv) D]: a query to q [B, H, D], a key or value to its slot."""
+    b, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    position = tl.load(start_ptr + b * start_b).to(tl.int32)
+    at = tl.maximum(position, 0)
+    block = tl.load(table_ptr + b * table_b + at // size).to(tl.int64)
+    place = at % size
+    d = tl.arange(0, DIM)
+    inside = d < D
+    written = inside & (position + 0 * d >= 0)
+    source = qkv_ptr + b * qkv_b + head * D
+    x = tl.load(source + d, mask=inside, other=0.0)
+    if head < heads + kv_heads:
+        if TURN:
+            other = tl.load(source + (d + D // 2) % D, mask=inside, other=0.0).to(tl.float32)
+            cos = tl.load(cos_ptr + b * turn_b + d, mask=inside, other=0.0).to(tl.float32)
+            sin = tl.load(sin_ptr + b * turn_b + d, mask=inside, other=0.0).to(tl.float32)
+            x = (x.to(tl.float32) * cos + other * sin).to(q_ptr.dtype.element_ty)
+        if head < heads:
+            tl.store(q_ptr + (b * heads + head) * D + d, x, mask=inside)
+        else:
+            tl.store(k_ptr + block * k_n + place * k_s + (head - heads) * k_h + d, x, mask=written)
+    else:
+        tl.store(v_ptr + block * v_n + place * v_s + (head - heads - kv_heads) * v_h + d, x, mask=written)
+
+
 NO_FLOAT64 = Limit("sums are float32, too coarse for float64", lambda q, *_, **how: q.dtype is torch.float64)
 WIDE = Limit("head dims above 256 do not fit on a processor", lambda q, *_, **how: q.shape[3] > 256)
 
@@ -293,3 +324,30 @@ def triton_put(k: Tensor, v: Tensor, new_k: Tensor, new_v: Tensor, tables: Tenso
             tables.stride(0), starts.stride(0), T, Hkv, D, k.shape[1],
             triton.next_power_of_2(Hkv), triton.next_power_of_2(max(16, D)), num_warps=4,
         )  # fmt: skip
+
+
+def turn_and_put(
+    qkv: Tensor,
+    turned: tuple[Tensor, Tensor] | None,
+    heads: int,
+    k: Tensor,
+    v: Tensor,
+    tables: Tensor,
+    starts: Tensor,
+) -> Tensor:
+    """Turn the queries and keys of one token a row, qkv [B, 1, (H + 2 Hkv) D], by (cos, sin) [..., D], the
+    sine with the sign of its half; put keys and values into k, v [N, S, Hkv, D] at starts [B] through tables
+    [B, M]; give q [B, H, 1, D]. Products are in float32 and rounded once; a start below 0: nothing is put.
+    """
+    B, (S, kv_heads, D) = qkv.shape[0], k.shape[1:]
+    qkv = qkv.reshape(B, -1)
+    q = torch.empty(B, heads, 1, D, dtype=qkv.dtype, device=qkv.device)
+    cos, sin = (qkv, qkv) if turned is None else (table.reshape(-1, D).contiguous() for table in turned)
+    with torch.cuda.device_of(k):
+        turn[(B, heads + 2 * kv_heads)](
+            qkv, cos, sin, q, k, v, tables, starts,
+            qkv.stride(0), D if turned is not None and len(cos) > 1 else 0, *k.stride()[:3], *v.stride()[:3],
+            tables.stride(0), starts.stride(0), heads, kv_heads, S,
+            D, triton.next_power_of_2(D), turned is not None, num_warps=1,
+        )  # fmt: skip
+    return q
