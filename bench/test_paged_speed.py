@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from perf_lab.attention import attention
-from perf_lab.decode import Slots, record
+from perf_lab.decode import Decode, Slots, record
 from perf_lab.generate import generate
 from perf_lab.kv_cache import ContiguousCache, PagedCache, Pool, Rows
 from perf_lab.model import ModelConfig, Transformer, cost
@@ -30,6 +30,7 @@ DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16, "mps": torch.float32}
 
 # -- decoding: one token for each row of a batch, in every layer --------------------------------------------
 
+STEPS = 16  # of a whole model
 LAYERS = {"cpu": 1, "cuda": 4, "mps": 1}  # on a GPU enough that launching a graph is nothing
 HEADS = {
     "cpu": (8, 2, 64),
@@ -111,6 +112,44 @@ def replayed(work: Any) -> Any:
     results = []
     graph = record(lambda: results.append(work()))
     return lambda: (graph.replay(), results[0])[1]
+
+
+@on_devices("cuda")
+@pytest.mark.parametrize("impl", ["contiguous", "paged"])
+@pytest.mark.parametrize("batch", [32])
+@lengths(1024)
+@torch.no_grad()
+def test_paged_step_speed(bench, device, impl, batch, length):
+    """The whole decode step of a 1B model from its graph: STEPS tokens of each row after `length` others."""
+    pytest.importorskip("transformers", reason="needs the package transformers")
+    _, model = llama(device)
+    how = {
+        "layers": model.config.layers,
+        "kv_heads": model.config.kv_heads,
+        "head_dim": model.config.head_dim,
+    }
+    how |= {"batch": batch, "capacity": length + STEPS, "dtype": DTYPE[device], "device": device}
+    cache = ContiguousCache(**how) if impl == "contiguous" else PagedCache(**how, block_size=BLOCK)
+    if isinstance(cache, PagedCache):
+        random.Random(0).shuffle(cache.pool.blocks.free)
+    prompt = torch.tensor([ids(length + 1, i, model.config.vocab_size) for i in range(batch)], device=device)
+    for start in range(0, length, 256):
+        model(prompt[:, start : min(start + 256, length)], cache, last_only=True)
+    decode = Decode(model, cache, lambda step, logits: logits.argmax(-1))
+    decode.tokens[:, : length + 1] = prompt
+
+    def steps() -> Tensor:
+        decode.begin(length, 0, decode.ended)
+        for _ in range(STEPS):
+            decode()
+        return decode.tokens[:, : length + STEPS + 1]
+
+    def verify(tokens: Tensor) -> None:
+        trace = [(0.0, row[: length + 1], STEPS, "") for row in tokens[:2].tolist()]
+        verify_tokens(model, trace, [row[length + 1 :] for row in tokens[:2].tolist()])
+
+    info = {"tokens": batch * STEPS, "cache_bytes": cache.nbytes}
+    bench.run(steps, device=device, verify=verify, reference="contiguous", dtype=DTYPE[device], info=info)
 
 
 # -- memory: sequences of unequal lengths --------------------------------------------------------------------
