@@ -20,8 +20,8 @@ generator    one uniform number a token and row is drawn from it before the firs
              the same seed gives the same numbers everywhere, and eos does not change what is drawn.
 progress     called with (new tokens so far, max_new_tokens) after each, as soon as its step is queued.
 
-graph        None: after the prompt the decode step runs from a CUDA graph (perf_lab.decode), where device,
-             model and cache can; False: it never does; True: the same step wherever model and cache can,
+graph        None: after the prompt the decode step of perf_lab.decode runs, on a CUDA device from a graph,
+             where device, model and cache can; False: it never does; True: the same step wherever model and cache can,
              recorded on a CUDA device and run as it is elsewhere. A cache that is given keeps a greedy
              step's graph, so that the next call on it need not record again; it then holds the model too.
 
@@ -125,11 +125,16 @@ def _begin(
     choose = Chooser(how, prompt, max_new_tokens, model.config.vocab_size, generator, pads)
     tokens = torch.cat((prompt, prompt.new_empty(batch, max_new_tokens)), 1)  # [B, T + max_new_tokens]
     decode = None
-    if kv is not None and (prompt.is_cuda if graph is None else graph) and can_step(model, kv):
+    if kv is not None and (_pays(kv, prompt) if graph is None else graph) and can_step(model, kv):
         decode = _decode(model, kv, choose, eos, pads, lasts=cache is not True)
         decode.tokens[:, : prompt.shape[1]] = prompt
         tokens = decode.tokens[:, :end]
     return tokens, _steps(model, tokens, prompt.shape[1], kv, choose, eos, pads, decode)
+
+
+def _pays(kv: Any, prompt: Tensor) -> bool:
+    """Whether the step is worth it: in a CUDA graph, and on the CPU over plain memory (perf_lab.model.step)."""
+    return prompt.is_cuda or (prompt.device.type == "cpu" and hasattr(kv, "memory"))
 
 
 def _decode(

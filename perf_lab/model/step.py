@@ -17,6 +17,7 @@ Nothing is checked and nothing read by the host.
 `plain` is the forward of the layers as they are, 15 to 20 kernels a layer. At one token each of them takes
 longer to begin than to work, also in a graph, so `fused` leaves out what can be left out: a residual is added
 by the norm that reads it, q and k are turned and k and v stored by one kernel, silu and product are one.
+`host` is the CPU's: it calls the operations without modules and checks between them.
 
 least bytes  the weights, the cached keys and values, once each.
 """
@@ -44,4 +45,11 @@ def fuses(slots: Any, weight: Tensor) -> bool:
     return runs and (hasattr(slots, "memory") or getattr(slots, "fast", False)) and weight.dtype in FLOATS
 
 
-decode_step.load("perf_lab.model", "step_fused")
+def best(slots: Any, weight: Tensor) -> str:
+    """The name of the implementation for a model of such weights over these slots."""
+    if weight.device.type == "cpu" and hasattr(slots, "memory"):
+        return "host"
+    return "fused" if fuses(slots, weight) else "plain"
+
+
+decode_step.load("perf_lab.model", "step_fused", "step_host")

@@ -15,7 +15,7 @@ from perf_lab.attention import attention
 from perf_lab.kv_cache import ContiguousCache
 from perf_lab.model import ModelConfig, decoder
 from perf_lab.model.rope import ByLength, plain_speeds
-from perf_lab.model.step import decode_step, fuses
+from perf_lab.model.step import best, decode_step
 
 Where = slice | Tensor  # positions: a slice of the tables (a view, no kernel), or [T] or [B, T] int64
 
@@ -103,8 +103,7 @@ class Transformer(nn.Module):
 
     def step(self, tokens: Tensor, slots: Any, positions: Tensor, mask: Tensor | None = None) -> Tensor:
         """Logits [B, 1, V] of one token a row, as a CUDA graph can hold it: see perf_lab.model.step."""
-        chosen = "fused" if fuses(slots, self.embedding.weight) else "plain"
-        return decode_step[chosen].fn(self, tokens, slots, positions, mask)
+        return decode_step[best(slots, self.embedding.weight)].fn(self, tokens, slots, positions, mask)
 
     def hidden(self, tokens: Tensor, cache: Any, where: Where, mask: Tensor | None) -> Tensor:
         """What the last layer gives, [B, T, W]; `forward` without its checks, norm and head."""

@@ -319,7 +319,8 @@ class WindowForgotten(Slots):
 
 def through_slots(fault: type[Slots]) -> Any:
     def wrong(model: Any, prompt: Tensor, new: int, **how: Any) -> Tensor:
-        with mock.patch("perf_lab.decode.Slots", fault):
+        plain = mock.patch("perf_lab.model.transformer.best", lambda *of: "plain")  # which calls attend
+        with mock.patch("perf_lab.decode.Slots", fault), plain:
             return generate(model, prompt, new, **{**how, "graph": True})
 
     wrong.__name__, wrong.__doc__ = fault.__name__, fault.__doc__

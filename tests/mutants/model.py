@@ -26,16 +26,16 @@ def attending(model: Transformer, wrong: Any) -> None:
 class PositionBehindByOne(Transformer):
     """With a cache, positions are one behind the number of cached tokens."""
 
-    def _where(self, start: int, new: int, pads: Tensor | None) -> Any:
-        return super()._where(max(0, start - 1), new, pads)
+    def _where(self, cache: Any, start: int, new: int, pads: Tensor | None) -> Any:
+        return super()._where(cache, max(0, start - 1), new, pads)
 
 
 @mutant(decoder, killed_by=CHUNKS)
 class PositionsStartAgain(Transformer):
     """Each chunk's positions start at 0."""
 
-    def _where(self, start: int, new: int, pads: Tensor | None) -> Any:
-        return super()._where(0, new, pads)
+    def _where(self, cache: Any, start: int, new: int, pads: Tensor | None) -> Any:
+        return super()._where(cache, 0, new, pads)
 
 
 @mutant(decoder, killed_by=CHUNKS)
@@ -44,9 +44,9 @@ class PositionsCountCalls(Transformer):
 
     calls = 0
 
-    def _where(self, start: int, new: int, pads: Tensor | None) -> Any:
+    def _where(self, cache: Any, start: int, new: int, pads: Tensor | None) -> Any:
         self.calls = self.calls + 1 if start else 0
-        return super()._where(self.calls, new, pads)
+        return super()._where(cache, self.calls, new, pads)
 
 
 @mutant(decoder, killed_by=CHUNKS)
@@ -129,16 +129,16 @@ class RemembersItsOwnLength(Transformer):
         self.given += tokens.shape[1] if cache is not None else 0
         return out
 
-    def _where(self, start: int, new: int, pads: Tensor | None) -> Any:
-        return super()._where(min(self.at, self.config.max_length - new), new, pads)
+    def _where(self, cache: Any, start: int, new: int, pads: Tensor | None) -> Any:
+        return super()._where(cache, min(self.at, self.config.max_length - new), new, pads)
 
 
 @mutant(decoder, killed_by=PADDED)
 class OnePositionVector(Transformer):
     """All rows of a padded batch have the positions of the longest."""
 
-    def _where(self, start: int, new: int, pads: Tensor | None) -> Any:
-        return super()._where(start, new, None)
+    def _where(self, cache: Any, start: int, new: int, pads: Tensor | None) -> Any:
+        return super()._where(cache, start, new, None)
 
 
 @mutant(decoder, killed_by=PADDED)
