@@ -133,7 +133,7 @@ def _begin(
 
 
 def _pays(kv: Any, prompt: Tensor) -> bool:
-    """Whether the step is worth it: in a CUDA graph, and on the CPU over plain memory (perf_lab.model.step)."""
+    """Whether the step is worth it: in a CUDA graph, and on the CPU over memory of one block."""
     return prompt.is_cuda or (prompt.device.type == "cpu" and hasattr(kv, "memory"))
 
 

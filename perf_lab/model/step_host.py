@@ -1,8 +1,8 @@
 """The decode step on the CPU, with few calls: at one token a small model waits for them, not for arithmetic.
 
-SmolLM2's matrix products take 24 to 26 ms a token on one core of an EPYC; with the layers' own forward a token
-takes 6.6 ms more, for modules, checks and views in caches that the weights have swept, and with this step 5.
-The slot is a number here, keys and values go there unchecked, and one attention kernel reads what is held.
+SmolLM2's matrix products take 24 to 26 ms a token on one core of an EPYC. With the layers' own forward a token
+takes 6.6 ms more, for modules, checks and views in caches that the weights have swept; with this step 5. The
+slot is a number here, keys and values go there unchecked, and one attention kernel reads what is held.
 """
 
 from typing import Any

@@ -319,7 +319,7 @@ class WindowForgotten(Slots):
 
 def through_slots(fault: type[Slots]) -> Any:
     def wrong(model: Any, prompt: Tensor, new: int, **how: Any) -> Tensor:
-        plain = mock.patch("perf_lab.model.transformer.best", lambda *of: "plain")  # which calls attend
+        plain = mock.patch("perf_lab.model.transformer.best", return_value="plain")  # which calls attend
         with mock.patch("perf_lab.decode.Slots", fault), plain:
             return generate(model, prompt, new, **{**how, "graph": True})
 
