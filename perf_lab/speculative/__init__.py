@@ -38,9 +38,10 @@ caches     after each round, and at the end, the target's holds committed[:-1]: 
            token less where all k were accepted, as it never read the last of them; it reads that one first in
            the next round. Of a cache only append, commit and truncate are used: any of this interface serves.
 rounds     k = 0 in the last one if a single token is left: then the draft is not asked. The first round
-           computes the prompt too, so n tokens of an always right draft take ceil(n / (gamma + 1)) forwards
-           (and one more, which is not counted, where the prompt's logits would be 2^26 numbers or more).
-graph      None: one row's rounds after the first run from a CUDA graph (perf_lab.speculative.recorded), where
+           computes the prompt too, so n tokens of an always right draft take ceil(n / (gamma + 1)) forwards;
+           and one more, which is not counted, where rounds are recorded or the prompt's logits would be 2^26
+           numbers or more.
+graph      None: one row's rounds run from a CUDA graph (perf_lab.speculative.recorded), where
            device, models and caches can; False: they never do; True: the same rounds wherever models and
            caches can, recorded on a CUDA device and run as they are elsewhere.
 waits      the host waits for the device once a round, whatever gamma is, and once before (the prompt's ids).

@@ -16,7 +16,7 @@ from perf_lab.generate import left_padding
 from perf_lab.sampling import Sampling, seen_ids
 from perf_lab.speculative import DTYPES, GREEDY, Draft, ModelDraft, Proposal, Result, Round, speculative
 from perf_lab.speculative.acceptance import accept, accept_greedy
-from perf_lab.speculative.recorded import Recorded, can_record
+from perf_lab.speculative.recorded import recorded
 
 WINDOW = 2  # gammas
 MOST_LOGITS = 2**26  # of a prompt, at once: 128 MB in half precision
@@ -46,22 +46,20 @@ def draft_verify(
     numbers = None
     if not sampling.greedy:
         numbers = draw(max_new_tokens, prompt, gamma, generator) if uniform is None else uniform
-    recorded: Recorded | None = None
+    device_rounds = recorded(rows, numbers) if wanted else None
     while rows.open():
-        if recorded is not None:
-            recorded.round()
+        if device_rounds is not None:
+            device_rounds.round()
         else:
             rows.round(None if numbers is None else numbers[rows.forwards])
-            if wanted and can_record(rows):
-                recorded = Recorded(rows, numbers)
-    if recorded is not None:
-        recorded.keep()
+    if device_rounds is not None:
+        device_rounds.keep()
     return rows.result()
 
 
 @speculative.register("recorded", dtypes=DTYPES)
 def recorded_rounds(*args: Any, **how: Any) -> Result:
-    """The rounds after the first by `perf_lab.speculative.recorded`, where models and caches can."""
+    """The rounds by `perf_lab.speculative.recorded`, where models and caches can."""
     return draft_verify(*args, **{"graph": True, **how})
 
 
@@ -94,7 +92,11 @@ class Rows:
         self.rounds: list[Round] = []
         self.forwards = 0
         self.pads = None if lengths is None else left_padding(prompt, lengths)
-        self.tokens = torch.cat((prompt, prompt.new_zeros(batch, new + gamma + 1)), 1)  # [B, C]
+        columns = self.full + gamma + 1
+        if slack:  # a recording serves sequences of other lengths too
+            columns += -columns % 64
+            slack = columns - self.full
+        self.tokens = torch.cat((prompt, prompt.new_zeros(batch, columns - given)), 1)  # [B, C]
         capacity = max(0, self.full - 1)  # the last token is never computed
         # a recorded round runs past the end; a slow row proposes while a fast one is about to end
         more = max(slack, gamma if batch > 1 else 0)
@@ -134,7 +136,7 @@ class Rows:
     def result(self) -> Result:
         """The rows, those that ended early filled up with eos."""
         longest = max(self.ends)
-        tokens = self.tokens[:, :longest]
+        tokens = self.tokens[:, :longest].clone()
         for row, end in enumerate(self.ends):
             if end < longest and self.eos is not None:
                 tokens[row, end:] = self.eos

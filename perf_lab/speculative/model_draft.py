@@ -74,6 +74,11 @@ class ModelDraft:
             proposed = tokens.gather(1, ends + torch.arange(k, device=tokens.device))  # [B, k]
         return Proposal(proposed, torch.stack(laws, 1)) if laws else proposed
 
+    @torch.no_grad()
+    def read(self, tokens: Tensor) -> None:
+        """Put tokens [B, n] that follow what the cache holds into it."""
+        self.model(self._readable(tokens), self.cache, last_only=True, **self.how)
+
     def rewind(self, length: int) -> None:
         """Keep what of the cache lies within the first `length` tokens."""
         self.cache.truncate(min(length, self.cache.length))

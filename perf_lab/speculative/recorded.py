@@ -1,16 +1,21 @@
-"""A round as one unit of device work, so that a CUDA graph holds it: draft steps, verification and
-acceptance.
+"""A round as one unit of device work, so that a CUDA graph holds it: draft steps, verification, acceptance.
 
 Launched kernel by kernel, a round of small models waits for the host, as a decode step does
 (perf_lab.decode). Here the number of tokens lies on the device, every round has the same shape, and what the
 host reads is one row of numbers a round:
 
-shape     gamma proposals in every round, the last ones too: both caches have gamma slots more than the
-          sequence needs, and what passes the budget is cut off by the host.
+shape     gamma proposals in every round; those that would pass the budget do not count. Both caches have
+          gamma slots more than the sequence needs.
+prompt    read before the first round by a forward of its own, all but its last token: T >= 2.
 draft     its first step reads the last two tokens: the cache holds all before them, whatever was accepted.
           One that is no model, or a model that cannot be recorded, proposes from the host as ever.
+kept      recording takes as long as some rounds launched by the host. So a target's last recording is kept,
+          with its caches, as long as the target lives, and serves a later call of the same draft, gamma,
+          sampling and tensors, that needs no more room. `forget` lets go of all.
 """
 
+import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -21,13 +26,33 @@ from perf_lab.sampling import pick
 from perf_lab.speculative.acceptance import accept, accept_greedy
 from perf_lab.speculative.model_draft import ModelDraft
 
+_kept: "weakref.WeakKeyDictionary[Any, Recorded]" = weakref.WeakKeyDictionary()
+
+
+def forget() -> None:
+    """Free the recordings that were kept, and their caches."""
+    _kept.clear()
+
+
+def recorded(rows: Any, numbers: Tensor | None) -> "Recorded | None":
+    """The rounds of these rows, a `Rows` at its beginning, as a recording; None where they cannot be one."""
+    if not can_record(rows):
+        return None
+    kept = _kept.pop(rows.target, None)
+    rounds = kept if kept is not None and kept.serves(rows, numbers) else Recorded(rows, numbers)
+    rounds.begin(rows, numbers)
+    return rounds
+
 
 def can_record(rows: Any) -> bool:
-    """Whether the rounds of these rows, a `Rows`, have a form that a graph can hold."""
+    """Whether these rows have rounds of a form that a graph can hold."""
     return (
         len(rows.ends) == 1
         and rows.pads is None
+        and rows.given > 1
+        and rows.open()
         and rows.sampling.repetition_penalty is None
+        and isinstance(rows.target, torch.nn.Module)
         and can_step(rows.target, rows.cache)
         and rows.cache.capacity >= rows.full - 1 + rows.gamma
         and (rows.sampling.greedy or steps(rows))
@@ -37,13 +62,19 @@ def can_record(rows: Any) -> bool:
 def steps(rows: Any) -> bool:
     """Whether the draft's steps can be part of the graph."""
     draft = rows.draft
-    if type(draft) is not ModelDraft or not can_step(draft.model, draft.cache):
+    if type(draft) is not ModelDraft or not isinstance(draft.model, torch.nn.Module):
         return False
-    return bool(draft.cache.capacity >= rows.full - 1 + rows.gamma)
+    return can_step(draft.model, draft.cache) and draft.cache.capacity >= rows.full - 1 + rows.gamma
+
+
+def tensors_of(*models: Any) -> tuple[Any, ...]:
+    """What a recording of these models depends on: where their tensors lie, and their configurations."""
+    places: Iterable[Tensor] = (t for m in models for part in (m.parameters(), m.buffers()) for t in part)
+    return (*(t.data_ptr() for t in places), *(repr(m.config) for m in models))
 
 
 class Span(Slots):
-    """A cache of one row whose next free slot, `at` [1], the device knows; it takes `width` tokens at a time.
+    """A cache of one row that takes `width` tokens at a time, at slots that the device knows.
 
     The model takes them for as many rows of one token, [width, 1]: so its step serves as it is. Row r stands
     in slot at + r, and sees what the slots up to it hold.
@@ -51,13 +82,17 @@ class Span(Slots):
 
     def __init__(self, cache: Any, at: Tensor, width: int) -> None:
         super().__init__(cache, at)
-        self.offsets = torch.arange(width, device=at.device)
+        self.width = width
+        self.places = at
 
-    def read(self, model: Any, tokens: Tensor, at: Tensor) -> Tensor:
-        """Logits [1, width, V] of the columns of tokens [1, C] from `at` on."""
-        self.at, self.seen = at, at + len(self.offsets)
-        self.places = at + self.offsets
-        now = tokens.index_select(1, self.places).clamp(max=model.config.vocab_size - 1)  # [1, width]
+    def read(self, model: Any, tokens: Tensor, ladder: Tensor, vocab: int) -> Tensor:
+        """Logits [1, width, V] of the columns ladder[: width] of tokens [1, C], ids below vocab; ladder is
+        [width + 1 or more] consecutive numbers.
+        """
+        self.at, self.places, self.seen = ladder[:1], ladder[: self.width], ladder[self.width :][:1]
+        now = tokens.index_select(1, self.places)  # [1, width]
+        if model.config.vocab_size < vocab:
+            now = now.clamp(max=model.config.vocab_size - 1)
         return model.step(now.mT, self, self.places[:, None], None).transpose(0, 1)
 
     def attend(
@@ -81,36 +116,75 @@ class Span(Slots):
 
     def _by_row(self, x: Tensor) -> Tensor:
         _, heads, capacity, dim = x.shape
-        width, strides = len(self.offsets), x.stride()
-        return x.as_strided((width, heads, capacity - width + 1, dim), (strides[2], *strides[1:]))
+        strides = x.stride()
+        return x.as_strided((self.width, heads, capacity - self.width + 1, dim), (strides[2], *strides[1:]))
 
 
 class Recorded:
-    """The rounds of one row, a `Rows`, from its second on; numbers [rounds, 1, 2 gamma + 1] to sample."""
+    """The rounds of one row, and the memory that they run in."""
 
     def __init__(self, rows: Any, numbers: Tensor | None) -> None:
-        self.rows, self.numbers, self.k = rows, numbers, rows.gamma
-        device = rows.tokens.device
-        self.end = torch.full((1,), rows.ends[0], device=device)  # columns that hold
-        self.turn = torch.full((1,), rows.forwards, device=device)
+        self.k, self.sampling, self.own = rows.gamma, rows.sampling, steps(rows)
+        self.tokens, self.cache = rows.tokens, rows.cache
+        device = self.tokens.device
+        columns = self.tokens.shape[1]
+        self.end = torch.zeros(1, dtype=torch.int64, device=device)  # columns that hold
+        self.turn, self.last = torch.zeros_like(self.end), torch.zeros_like(self.end)
         self.raw = torch.zeros(1, self.k, dtype=torch.int64, device=device)  # as proposed, unclamped
-        self.count = torch.full((1,), self.k, device=device)
+        self.count = torch.zeros_like(self.end)
         self.report = torch.zeros(1, 2 * self.k + 2, dtype=torch.int64, device=device)
-        self.offsets = torch.arange(self.k + 1, device=device)
-        self.verifier = Span(rows.cache, self.end, self.k + 1)
-        self.readers = [Span(rows.draft.cache, self.end, width) for width in (2, 1)] if steps(rows) else []
+        self.offsets = torch.arange(-2, self.k + 1, device=device)
+        self.kind = None if numbers is None else numbers.dtype
+        self.numbers = torch.zeros(columns, 2 * self.k + 1, dtype=self.kind, device=device)
+        self.verifier = Span(self.cache, self.end, self.k + 1)
+        if self.own:
+            self.draft_cache, self.drafts = rows.draft.cache, rows.draft.sampling
+            self.model = weakref.ref(rows.draft.model)
+            self.readers = [Span(self.draft_cache, self.end, width) for width in (2, 1)]
+        self.made_of = self._made_of(rows)
         self.done = 0
         self.graph: Any = None
+
+    def serves(self, rows: Any, numbers: Tensor | None) -> bool:
+        """Whether the rounds of these rows are what was recorded."""
+        return (
+            (self.k, self.sampling, self.own) == (rows.gamma, rows.sampling, steps(rows))
+            and self.kind == (None if numbers is None else numbers.dtype)
+            and self.tokens.shape[1] >= rows.tokens.shape[1]
+            and self.cache.capacity >= rows.cache.capacity
+            and (not self.own or (self.model() is rows.draft.model and self.drafts == rows.draft.sampling))
+            and (not self.own or self.draft_cache.capacity >= rows.draft.cache.capacity)
+            and self.made_of == self._made_of(rows)
+        )
+
+    def begin(self, rows: Any, numbers: Tensor | None) -> None:
+        """Take rows up, read their prompt; numbers [rounds or more, 1, 2 gamma + 1] where they sample."""
+        self.rows, given = rows, rows.given
+        self.tokens[:, :given] = rows.tokens[:, :given]
+        rows.tokens, rows.cache = self.tokens, self.cache
+        self.cache.reset()
+        known = self.tokens[:, : given - 1]
+        rows.target(known, self.cache, last_only=True)
+        if self.own:
+            rows.draft.cache = self.draft_cache
+            self.draft_cache.reset()
+            rows.draft.read(known)
+        if numbers is not None:
+            rounds = rows.full - given  # at most
+            self.numbers[:rounds] = numbers[:rounds, 0]
+        self.end.fill_(given)
+        self.turn.zero_()
+        self.last.fill_(rows.full - 1)
 
     def round(self) -> None:
         """One round, and what it gave to the rows."""
         rows = self.rows
         end, count = rows.ends[0], min(self.k, rows.full - rows.ends[0] - 1)
-        if not self.readers:
+        if not self.own:
             count = self._ask(end, count)
         if self.graph is not None:
             self.graph.replay()
-        elif rows.tokens.is_cuda and self.done >= STEPS_BEFORE_RECORDING:
+        elif self.tokens.is_cuda and self.done >= STEPS_BEFORE_RECORDING:
             self.graph = record(self._advance)
             self.graph.replay()
         else:
@@ -119,16 +193,20 @@ class Recorded:
         line = self.report[0].tolist()
         rows.take(0, end, count, line[: self.k], line[self.k : -1], line[-1])
         rows.forwards += 1
-        if not self.readers:
+        if not self.own:
             rows.draft.rewind(rows.ends[0] - 1)
 
     def keep(self) -> None:
-        """Tell the caches on the host what they hold."""
+        """Tell the caches on the host what they hold, and keep what was recorded for the next call."""
         held = self.rows.ends[0] - 1
-        self.rows.cache.advance(held - self.rows.cache.length)
-        if self.readers and held > 0:
-            cache = self.rows.draft.cache
-            cache.advance(max(0, held - 1 - cache.length))
+        self.cache.advance(held - self.cache.length)
+        if self.own:
+            self.draft_cache.advance(max(0, held - 1 - self.draft_cache.length))
+        _kept[self.rows.target] = self
+        self.rows = None
+
+    def _made_of(self, rows: Any) -> tuple[Any, ...]:
+        return tensors_of(rows.target, *([rows.draft.model] if self.own else []))
 
     def _ask(self, end: int, count: int) -> int:
         """Have the draft propose from the host; gives how many."""
@@ -138,38 +216,39 @@ class Recorded:
         return int(counts[0])
 
     def _advance(self) -> None:
-        rows, k = self.rows, self.k
-        uniform = None if self.numbers is None else self.numbers.index_select(0, self.turn)[0]  # [1, 2 k + 1]
-        law = None
-        if self.readers:
-            law = self._guess(uniform)
-            self.count.copy_((rows.full - 1 - self.end).clamp(max=k))
-        places = self.end + self.offsets  # [k + 1]
-        proposed = self.raw.clamp(0, rows.vocab - 1)
-        rows.tokens.index_copy_(1, places[:k], proposed)
-        logits = self.verifier.read(rows.target, rows.tokens, self.end - 1)  # [1, k + 1, V]
-        if uniform is None:
-            tokens, accepted = accept_greedy(logits.argmax(-1), self.raw, self.count)
+        rows, k, tokens = self.rows, self.k, self.tokens
+        ladder = self.end + self.offsets  # end - 2 .. end + k
+        uniform = None if self.sampling.greedy else self.numbers.index_select(0, self.turn)  # [1, 2 k + 1]
+        law, proposed = None, self.raw
+        if self.own:
+            law = self._guess(ladder, uniform)
+            self.raw.copy_(tokens.index_select(1, ladder[2 : k + 2]))
+            torch.clamp(self.last - self.end, max=k, out=self.count)
         else:
-            tokens, accepted = accept(rows.sampling.law(logits), proposed, uniform[:, k:], law, self.count)
-        rows.tokens.index_copy_(1, places, tokens)
-        self.report.copy_(torch.cat((self.raw, tokens, accepted[:, None]), 1))
-        self.end += accepted + 1
+            proposed = self.raw.clamp(0, rows.vocab - 1)
+            tokens.index_copy_(1, ladder[2 : k + 2], proposed)
+        logits = self.verifier.read(rows.target, tokens, ladder[1:], rows.vocab)  # [1, k + 1, V]
+        if uniform is None:
+            chosen, accepted = accept_greedy(logits.argmax(-1), self.raw, self.count)
+        else:
+            chosen, accepted = accept(self.sampling.law(logits), proposed, uniform[:, k:], law, self.count)
+        tokens.index_copy_(1, ladder[2:], chosen)
+        torch.cat((self.raw, chosen, accepted[:, None]), 1, out=self.report)
+        self.end += accepted
+        self.end += 1
         self.turn += 1
 
-    def _guess(self, uniform: Tensor | None) -> Tensor | None:
-        """Write the draft's k tokens to `raw` and their columns; gives the laws [1, k, Vq] of drawn ones."""
+    def _guess(self, ladder: Tensor, uniform: Tensor | None) -> Tensor | None:
+        """Write the draft's k tokens to their columns; gives the laws [1, k, Vq] of those that were drawn."""
         rows, laws = self.rows, []
         draft = rows.draft
         for step in range(self.k):
-            reader = self.readers[min(step, 1)]
-            at = self.end - 2 if step == 0 else self.end + (step - 1)
-            logits = reader.read(draft.model, rows.tokens, at)[:, -1, : rows.vocab]  # [1, Vq]
-            if uniform is None or draft.sampling.greedy:
+            reader, steps_up = self.readers[min(step, 1)], ladder[step + 1 if step else 0 :]
+            logits = reader.read(draft.model, self.tokens, steps_up, rows.vocab)[:, -1, : rows.vocab]
+            if uniform is None or self.drafts.greedy:
                 chosen = logits.argmax(-1)  # [1]
             else:
-                laws.append(draft.sampling.law(logits))
+                laws.append(self.drafts.law(logits))
                 chosen = pick(laws[-1], uniform[:, step : step + 1])
-            self.raw[:, step] = chosen
-            rows.tokens.index_copy_(1, self.end + step, chosen[:, None])
+            self.tokens.index_copy_(1, ladder[step + 2 : step + 3], chosen[:, None])
         return torch.stack(laws, 1) if laws else None

@@ -7,7 +7,6 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from perf_lab.sampling import pick
 from perf_lab.speculative import PromptLookup, Result, prompt_lookup, speculative
 from perf_lab.speculative.draft_verify import Rows, draft_verify
 from perf_lab.speculative.model_draft import ModelDraft
@@ -113,11 +112,11 @@ class StaleLength(Span):
     """The recorded forward does not see its own last token."""
 
     def look(self, layer: int, q: Tensor, **how: Any) -> Tensor:
-        self.seen = self.at + len(self.offsets) - 1
+        self.seen = self.at + (self.width - 1)
         return super().look(layer, q, **how)
 
 
-@wrong("draft_verify.Recorded", SAME, graph=True)
+@wrong("recorded.Recorded", SAME, graph=True)
 class NumbersOfTheFirstRound(Recorded):
     """The recorded round uses the same numbers every time."""
 
@@ -127,27 +126,38 @@ class NumbersOfTheFirstRound(Recorded):
 
 
 @wrong(
-    "draft_verify.Recorded",
+    "recorded.Recorded",
     "test_speculative::test_the_target_as_its_own_draft_is_always_accepted",
     graph=True,
 )
 class RecordedDraftReadsOneToken(Recorded):
     """The draft's first step reads the last token alone: after a round that accepted all it lacks one."""
 
-    def _guess(self, uniform: Tensor | None) -> Tensor | None:
-        rows, laws, draft = self.rows, [], self.rows.draft
-        for step in range(self.k):
-            logits = self.readers[1].read(draft.model, rows.tokens, self.end + (step - 1))[
-                :, -1, : rows.vocab
-            ]
-            if uniform is None or draft.sampling.greedy:
-                chosen = logits.argmax(-1)
-            else:
-                laws.append(draft.sampling.law(logits))
-                chosen = pick(laws[-1], uniform[:, step : step + 1])
-            self.raw[:, step] = chosen
-            rows.tokens.index_copy_(1, self.end + step, chosen[:, None])
-        return torch.stack(laws, 1) if laws else None
+    def _guess(self, ladder: Tensor, uniform: Tensor | None) -> Tensor | None:
+        last = torch.cat((ladder[1:2], ladder[1:2] + 1, ladder[2:]))  # end - 1, end, end, end + 1, ...
+        self.readers[0] = self.readers[1]
+        return super()._guess(last, uniform)
+
+
+@wrong("recorded.Recorded", SAME, graph=True)
+class BudgetOfTheFirstCall(Recorded):
+    """A recording that is used again keeps the budget that it was made for."""
+
+    def begin(self, rows: Any, numbers: Any) -> None:
+        before = self.last.clone()
+        super().begin(rows, numbers)
+        if before:
+            self.last.copy_(before)
+
+
+@wrong("recorded.Recorded", SAME, graph=True)
+class PromptOfTheFirstCall(Recorded):
+    """A recording that is used again does not read the new prompt."""
+
+    def begin(self, rows: Any, numbers: Any) -> None:
+        if self.done and self.tokens[:, : rows.given].shape == rows.tokens[:, : rows.given].shape:
+            rows.tokens = self.tokens
+        super().begin(rows, numbers)
 
 
 @mutant(prompt_lookup, killed_by=LOOK_UP)
