@@ -115,7 +115,6 @@ class Slots:
     def __init__(self, cache: Any, at: Tensor) -> None:
         self.cache, self.at = cache, at
         self.seen = (at + 1).expand(cache.batch)  # keys of each row, the new one counted
-        self.attention = attention[_reading_lengths(at.device.type)].fn
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None, mask: Tensor | None
@@ -130,15 +129,19 @@ class Slots:
 
     def look(self, layer: int, q: Tensor, *, window: int | None, mask: Tensor | None) -> Tensor:
         """Attention of q [B, H, 1, D] over what has been stored, the new token's slot included."""
-        keys, values = self.memory(layer)
-        return self.attention(q, keys, values, causal=True, window=window, mask=mask, lengths=self.seen)
+        return attend(q, *self.memory(layer), window=window, mask=mask, lengths=self.seen)
 
 
-def _reading_lengths(device: str) -> str:
-    """The best implementation that reads `lengths` on the device: a CPU's host and device are one."""
-    if device != "cuda":
-        return "sdpa"
-    return "split" if "split" in attention.implementations else "naive"
+def attend(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+    """Causal attention by the best implementation that takes this call and reads `lengths` on the device; a
+    CPU's host and device are one.
+    """
+    how["causal"] = True
+    if q.device.type != "cuda":
+        return attention["sdpa"].fn(q, k, v, **how)
+    split = attention.implementations.get("split")
+    takes = split is not None and not any(limit.applies(q, k, v, **how) for limit in split.limits)
+    return attention["split" if takes else "naive"].fn(q, k, v, **how)
 
 
 def record(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
