@@ -11,6 +11,7 @@ test_synthetic_...       models of Qwen2.5's shapes with random weights. Their t
 test_smollm2_...         SmolLM2-135M-Instruct on a text: real acceptance, beside transformers' own ways
 """
 
+import copy
 import functools
 import statistics
 from collections.abc import Callable
@@ -246,7 +247,7 @@ REAL_NEW = 24
 # gamma and the draft of each way; transformers' are given the same
 REAL = {
     "lookup": (4, lambda target: PromptLookup()),
-    "first_layers": (2, lambda target: first_layers(target, 10)),
+    "first_layers": (2, lambda target: first_layers(target, 20)),
     "int8_copy": (2, lambda target: quantized_copy(target, "int8", skip="head")),
 }
 THEIRS = {"transformers": None, "transformers_lookup": "lookup", "transformers_first_layers": "first_layers"}
@@ -302,10 +303,15 @@ def by_transformers(way: str | None, prompt: Tensor) -> Tensor:
 
 @functools.cache
 def their_first_layers() -> Any:
-    from perf_lab.model.hugging_face import HuggingFaceDecoder
-
-    gamma, draft = REAL["first_layers"]
-    short = draft(HuggingFaceDecoder(load_smollm2()[0])).model
+    """The model of transformers cut to as many layers as our draft, its weights shared."""
+    gamma, ours = REAL["first_layers"][0], real_draft("first_layers")
+    whole = load_smollm2()[0]
+    short = copy.copy(whole)
+    short.config = copy.deepcopy(whole.config)
+    short.config.num_hidden_layers = ours.config.layers  # its forward takes so many of the layers
+    short._modules = {**whole._modules, "model": copy.copy(whole.model)}
+    short.model.config = short.config
+    short.generation_config = copy.deepcopy(whole.generation_config)
     short.generation_config.num_assistant_tokens = gamma
     short.generation_config.num_assistant_tokens_schedule = "constant"
     short.generation_config.assistant_confidence_threshold = 0.0

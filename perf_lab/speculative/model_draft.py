@@ -104,28 +104,11 @@ class ModelDraft:
 def first_layers(model: Any, n: int) -> Any:
     """The model of the first n layers, with the same embeddings, norm and head: shared, not copied.
 
-    Works on what has a method of that name, and on a wrapped transformers model. Raises ValueError unless
-    1 <= n <= layers, TypeError for other models.
+    Raises ValueError unless 1 <= n <= layers, TypeError for a model without the method `first_layers`.
     """
-    if hasattr(model, "first_layers"):
-        return model.first_layers(n)
-    whole: Any = getattr(model, "model", None)
-    if not hasattr(getattr(whole, "model", None), "layers"):
+    if not hasattr(model, "first_layers"):
         raise TypeError(f"model: got {type(model).__name__}, accepted is one with the method first_layers")
-    if not 1 <= n <= model.config.layers:
-        raise ValueError(f"n: got {n}, accepted are 1 to {model.config.layers} layers")
-    short = _beside(whole, model=_beside(whole.model, layers=whole.model.layers[:n]))
-    short.config = copy.deepcopy(whole.config)
-    short.config.num_hidden_layers = n
-    short.model.config = short.config
-    return type(model)(short)
-
-
-def _beside(module: Any, **children: Any) -> Any:
-    """A module that shares all but these children."""
-    twin = copy.copy(module)
-    twin._modules = {**module._modules, **children}
-    return twin
+    return model.first_layers(n)
 
 
 def quantized_copy(model: Any, format: str = "int8", skip: Any = ()) -> Any:
@@ -134,6 +117,4 @@ def quantized_copy(model: Any, format: str = "int8", skip: Any = ()) -> Any:
     """
     from perf_lab.quant import quantize_
 
-    copied = copy.deepcopy(model)
-    quantize_(copied if isinstance(copied, torch.nn.Module) else copied.model, format, skip)
-    return copied
+    return quantize_(copy.deepcopy(model), format, skip)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perf_lab.decode import STEPS_BEFORE_RECORDING, Slots, can_step, record
+from perf_lab.decode import STEPS_BEFORE_RECORDING, Slots, attend, can_step, record
 from perf_lab.sampling import pick
 from perf_lab.speculative.acceptance import accept, accept_greedy
 from perf_lab.speculative.model_draft import ModelDraft
@@ -111,7 +111,7 @@ class Span(Slots):
         """Attention of q [width, H, 1, D], row r over the slots up to at + r."""
         keys, values = self.cache.memory(layer)  # [1, Hkv, capacity, D]
         q = q.transpose(0, 2)  # [1, H, width, D]
-        seen = self.attention(q, keys, values, causal=True, window=window, mask=mask, lengths=self.seen)
+        seen = attend(q, keys, values, window=window, mask=mask, lengths=self.seen)  # [1, H, width, D]
         return seen.transpose(0, 2)
 
     def _by_row(self, x: Tensor) -> Tensor:
