@@ -9,6 +9,8 @@ shape     gamma proposals in every round; those that would pass the budget do no
 prompt    read before the first round by a forward of its own, all but its last token: T >= 2.
 draft     its first step reads the last two tokens: the cache holds all before them, whatever was accepted.
           One that is no model, or a model that cannot be recorded, proposes from the host as ever.
+host      reads a round's report while the device does the next one, where that is sure to come: more is left
+          than a round can give. After an eos such a round was for nothing.
 kept      recording takes as long as some rounds launched by the host. So a target's last recording is kept,
           with its caches, as long as the target lives, and serves a later call of the same draft, gamma,
           sampling and tensors, that needs no more room. `forget` lets go of all.
@@ -132,7 +134,7 @@ class Recorded:
         self.turn, self.last = torch.zeros_like(self.end), torch.zeros_like(self.end)
         self.raw = torch.zeros(1, self.k, dtype=torch.int64, device=device)  # as proposed, unclamped
         self.count = torch.zeros_like(self.end)
-        self.report = torch.zeros(1, 2 * self.k + 2, dtype=torch.int64, device=device)
+        self.reports = torch.zeros(columns, 2 * self.k + 2, dtype=torch.int64, device=device)  # by round
         self.offsets = torch.arange(-2, self.k + 1, device=device)
         self.kind = None if numbers is None else numbers.dtype
         self.numbers = torch.zeros(columns, 2 * self.k + 1, dtype=self.kind, device=device)
@@ -142,8 +144,11 @@ class Recorded:
             self.model = weakref.ref(rows.draft.model)
             self.readers = [Span(self.draft_cache, self.end, width) for width in (2, 1)]
         self.made_of = self._made_of(rows)
-        self.done = 0
         self.graph: Any = None
+        self.warm = self.launched = 0
+        if device.type == "cuda":  # what brings a report to the host, beside the next round
+            self.stream, self.ended = torch.cuda.Stream(device), [torch.cuda.Event() for _ in range(2)]
+            self.host = torch.zeros(2 * self.k + 2, dtype=torch.int64, pin_memory=True)
 
     def serves(self, rows: Any, numbers: Tensor | None) -> bool:
         """Whether the rounds of these rows are what was recorded."""
@@ -172,25 +177,25 @@ class Recorded:
         if numbers is not None:
             rounds = rows.full - given  # at most
             self.numbers[:rounds] = numbers[:rounds, 0]
+        self.launched = 0
         self.end.fill_(given)
         self.turn.zero_()
         self.last.fill_(rows.full - 1)
 
     def round(self) -> None:
-        """One round, and what it gave to the rows."""
-        rows = self.rows
-        end, count = rows.ends[0], min(self.k, rows.full - rows.ends[0] - 1)
+        """One round, and what it gave to the rows. If another one is sure to follow, the device begins it
+        before the host reads this one.
+        """
+        rows, turn = self.rows, self.rows.forwards
+        end = rows.ends[0]
+        count = min(self.k, rows.full - end - 1)
         if not self.own:
             count = self._ask(end, count)
-        if self.graph is not None:
-            self.graph.replay()
-        elif self.tokens.is_cuda and self.done >= STEPS_BEFORE_RECORDING:
-            self.graph = record(self._advance)
-            self.graph.replay()
-        else:
-            self._advance()
-        self.done += 1
-        line = self.report[0].tolist()
+        if self.launched == turn:
+            self._launch()
+        if self.own and rows.full - end > self.k + 1:
+            self._launch()
+        line = self._report(turn)
         rows.take(0, end, count, line[: self.k], line[self.k : -1], line[-1])
         rows.forwards += 1
         if not self.own:
@@ -215,6 +220,30 @@ class Recorded:
         self.count.fill_(counts[0])
         return int(counts[0])
 
+    def _launch(self) -> None:
+        """Put the next round on the device's queue."""
+        if self.graph is not None:
+            self.graph.replay()
+        elif self.tokens.is_cuda and self.warm >= STEPS_BEFORE_RECORDING:
+            self.graph = record(self._advance)
+            self.graph.replay()
+        else:
+            self._advance()
+            self.warm += 1
+        if self.tokens.is_cuda:
+            self.ended[self.launched % 2].record()
+        self.launched += 1
+
+    def _report(self, turn: int) -> list[int]:
+        """What the round of this number reported: its proposals, its tokens, how many were accepted."""
+        if not self.tokens.is_cuda:
+            return self.reports[turn].tolist()
+        with torch.cuda.stream(self.stream):
+            self.stream.wait_event(self.ended[turn % 2])
+            self.host.copy_(self.reports[turn], non_blocking=True)
+            self.stream.synchronize()
+        return self.host.tolist()
+
     def _advance(self) -> None:
         rows, k, tokens = self.rows, self.k, self.tokens
         ladder = self.end + self.offsets  # end - 2 .. end + k
@@ -233,7 +262,7 @@ class Recorded:
         else:
             chosen, accepted = accept(self.sampling.law(logits), proposed, uniform[:, k:], law, self.count)
         tokens.index_copy_(1, ladder[2:], chosen)
-        torch.cat((self.raw, chosen, accepted[:, None]), 1, out=self.report)
+        self.reports.index_copy_(0, self.turn, torch.cat((self.raw, chosen, accepted[:, None]), 1))
         self.end += accepted
         self.end += 1
         self.turn += 1

@@ -155,7 +155,7 @@ class PromptOfTheFirstCall(Recorded):
     """A recording that is used again does not read the new prompt."""
 
     def begin(self, rows: Any, numbers: Any) -> None:
-        if self.done and self.tokens[:, : rows.given].shape == rows.tokens[:, : rows.given].shape:
+        if self.warm and self.tokens[:, : rows.given].shape == rows.tokens[:, : rows.given].shape:
             rows.tokens = self.tokens
         super().begin(rows, numbers)
 
