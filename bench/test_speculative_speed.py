@@ -122,7 +122,7 @@ def costs_of(target: Any, draft: Any, prompt: Tensor) -> Costs:
 
 
 def wall_seconds(work: Callable[[], Any], device: str) -> float:
-    """The median of rounds of a tenth of a second or more, up to 20 of them in a second."""
+    """The median of 3 to 20 rounds of some 20 ms or one call."""
     first = WallTimer([work], device).round()
     first = min(first, WallTimer([work], device).round())
     timer = WallTimer([work], device, repeat=max(1, round(0.02 / first)))
