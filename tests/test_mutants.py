@@ -3,18 +3,15 @@
 import contextlib
 import importlib
 import inspect
-import pkgutil
 from collections.abc import Iterator
 from typing import Any
 
 import hypothesis
 import pytest
 
-from . import mutants
-from .mutants import MUTANTS, Mutant
+from .mutants import MUTANTS, Mutant, audit
 
-for module in pkgutil.iter_modules(mutants.__path__):
-    importlib.import_module(f"{mutants.__name__}.{module.name}")
+audit.import_mutants()
 
 hypothesis.settings.register_profile(
     "mutants",
@@ -34,13 +31,17 @@ def test_mutant_is_killed(mutant: Mutant) -> None:
 
 
 def run_property(mutant: Mutant) -> None:
-    """Run the mutant's property on it, in every dtype where the property asks for one."""
+    """Run the mutant's property on it, in every dtype and case that the property is parametrized over."""
     module, _, name = mutant.killed_by.partition("::")
     test = getattr(importlib.import_module(f"{__package__}.{module}"), name)
-    dtypes = mutant.impl.dtypes if "dtype" in inspect.signature(test).parameters else (None,)
-    with searching(test):
-        for dtype in dtypes:
-            test(device="cpu", impl=mutant.impl, **({"dtype": dtype} if dtype else {}))
+    asked = inspect.signature(test).parameters
+    with searching(test), pytest.MonkeyPatch.context() as monkeypatch:
+        fixtures = {"monkeypatch": monkeypatch} if "monkeypatch" in asked else {}
+        for case in audit.cases(test):
+            dtypes = mutant.impl.dtypes if "dtype" in asked and "dtype" not in case else (None,)
+            for dtype in dtypes:
+                given = {**case, **fixtures, **({"dtype": dtype} if dtype else {})}
+                test(device="cpu", impl=mutant.impl, **given)
 
 
 @contextlib.contextmanager

@@ -162,12 +162,14 @@ def test_any_key_and_configuration_survives_the_file(key, config):
 # the cuts of kernels over rows
 
 cutter = Op("cut_reader")
+keyer = Op("tuning_key")  # implementations: (columns, rows, dtypes) -> key
 rows = None
 if "triton" not in OPS["softmax"].missing:
     from perf_lab import rows
 
     cutter.register("read", devices=("cpu",))(rows.Cut.read)
-del OPS[cutter.name]
+    keyer.register("fourfold", devices=("cpu",))(rows.tuning_key)
+del OPS[cutter.name], OPS[keyer.name]
 
 BAD_CUTS = {
     "nothing": {},
@@ -202,12 +204,12 @@ def test_every_cut_that_tuning_tries_is_one(device, impl, columns, count):
     assert [impl.fn(cut._asdict()) for cut in tried] == tried
 
 
-@implementations(cutter)
+@implementations(keyer)
 @given(columns=st.integers(1, 2**20), count=st.integers(1, 2**17))
 def test_rows_of_one_key_differ_less_than_fourfold(device, impl, columns, count):
-    key = rows.tuning_key(columns, count, (torch.bfloat16,))
+    key = impl.fn(columns, count, (torch.bfloat16,))
     assert key["rows"] <= count and (count < 4 * key["rows"] or key["rows"] == rows.FULL)
-    assert key == rows.tuning_key(columns, key["rows"], (torch.bfloat16,))
+    assert key == impl.fn(columns, key["rows"], (torch.bfloat16,))
 
 
 class Kernel:

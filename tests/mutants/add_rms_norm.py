@@ -1,6 +1,7 @@
 """Wrong fusions of residual addition and RMS normalization."""
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,7 +9,7 @@ from torch import Tensor
 from perf_lab.add_rms_norm import add_rms_norm
 from perf_lab.library import operator
 
-from . import mutant
+from . import mutant, unguarded
 
 Pair = tuple[Tensor, Tensor]
 
@@ -232,3 +233,28 @@ def swapped_fake(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6)
 def wrong_fake(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> Pair:
     """Compiled programs are told a wrong shape."""
     return right(x, residual, weight, eps)
+
+
+@mutant(add_rms_norm, killed_by="test_add_rms_norm::test_runs_within_a_compiled_program")
+def other_when_compiled(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> Pair:
+    """Compiled programs get a path of their own, and a coarser one."""
+    return right(x.bfloat16().to(x.dtype) if torch.compiler.is_compiling() else x, residual, weight, eps)
+
+
+@mutant(unguarded(add_rms_norm), killed_by="test_add_rms_norm::test_bad_input_is_refused_by_name")
+def anything_made_float(x: Any, residual: Any, weight: Any, eps: float = 1e-6) -> Pair:
+    """Whatever comes is made a tensor of floats."""
+    return right(torch.as_tensor(x).float(), residual, weight, eps)
+
+
+if "triton" not in add_rms_norm.missing:
+    from perf_lab.rows import Cut as Cut
+
+    def run(x: Tensor, residual: Tensor, weight: Tensor, eps: float, cut: Any) -> Pair:
+        """With a cut: the last block of a row in steps is left out of the mean where it is not full."""
+        s = x + residual
+        whole = s.shape[-1] // cut.block * cut.block or s.shape[-1]
+        rstd = torch.rsqrt(s[..., :whole].float().square().mean(-1, keepdim=True) + eps)
+        return (s.float() * rstd * weight.float()).to(s.dtype), s
+
+    mutant(add_rms_norm, killed_by="test_add_rms_norm::test_any_cut_of_the_kernel_is_right")(run)

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from perf_lab.attention import attention
+from perf_lab.library import operator
 
-from . import mutant
+from . import mutant, unguarded
 
 INF = math.inf
 ORACLE = "test_attention::test_every_case_matches_the_oracle"
@@ -347,3 +348,49 @@ def lengths_as_memory_has_them(
     if lengths is not None and len(lengths) > 1 and lengths.stride(0) == 0:
         lengths = torch.cat([lengths[:1], torch.zeros_like(lengths[1:])])
     return attend(q, k, v, lengths=lengths, **how)
+
+
+@mutant(attention, killed_by="test_attention::test_a_chunk_below_one_is_refused")
+def any_chunk_taken(q: Tensor, k: Tensor, v: Tensor, *, chunk: Any = 64, **how: Any) -> Tensor:
+    """A chunk below 1 is taken for 64."""
+    return attend(q, k, v, **how)
+
+
+@mutant(unguarded(attention), killed_by="test_attention::test_every_implementation_refuses_bad_input")
+def heads_rounded_down(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+    """Query heads past the last whole group read the last head."""
+    return attend(q, k, v, heads=lambda Hq, Hkv: interleaved(Hq, Hkv).clamp(max=Hkv - 1), **how)
+
+
+def fake_of_k(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    """Says that the result has the shape of k."""
+    return torch.empty_like(k)
+
+
+@mutant(attention, killed_by="test_attention_kernels::test_the_operator_is_what_torch_expects")
+@operator("mutant_attention_with_a_wrong_fake", fake=fake_of_k)
+def wrong_fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    """Compiled programs are told the shape of the keys."""
+    return attend(q, k, v, causal=causal, scale=scale, window=window, lengths=lengths)
+
+
+@mutant(attention, killed_by="test_attention_kernels::test_a_compiled_model_gives_what_the_call_gives")
+def other_when_compiled(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+    """Compiled programs get a path of their own, without the mask."""
+    return attend(q, k, v, **{**how, "causal": how.get("causal") and not torch.compiler.is_compiling()})

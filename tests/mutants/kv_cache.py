@@ -302,3 +302,40 @@ class RollbackToTheLength(ContiguousCache):
 
     def rollback(self, n: int) -> None:
         super().rollback(self.length - n if 0 <= n <= self.length else n)
+
+
+OVER_EVERY_CACHE = (
+    "test_paged_serving::test_generation_over_every_cache_gives_the_same_tokens",
+    "test_paged_serving::test_padded_rows_over_every_cache_are_as_if_alone",
+)
+
+
+@mutant(kv_cache, killed_by=OVER_EVERY_CACHE)
+class FirstKeyOverwritten(ContiguousCache):
+    """A token that comes alone is put into slot 0 as well."""
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        views = super().append(layer, k, v)
+        if k.shape[2] == 1:
+            self._k[layer][:, :, :1], self._v[layer][:, :, :1] = k, v
+        return views
+
+    def write(self, layer: int, k: Tensor, v: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+        views = super().write(layer, k, v, at)
+        return super().write(layer, k, v, at * 0) if k.shape[2] == 1 else views
+
+
+@mutant(
+    kv_cache,
+    killed_by=(
+        "test_paged_serving::test_speculation_over_every_cache_gives_the_same_tokens",
+        "test_speculative_drafts::test_any_cache_of_the_interface_serves",
+    ),
+)
+class ClearsTheLastKept(ContiguousCache):
+    """A truncate clears the slot before its cut as well."""
+
+    def truncate(self, length: int) -> None:
+        super().truncate(length)
+        if length:
+            self._k[:, :, :, length - 1] = 0

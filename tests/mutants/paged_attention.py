@@ -8,7 +8,7 @@ from torch import Tensor
 
 from perf_lab.paged_attention import paged_attention, paged_write
 
-from . import mutant
+from . import mutant, unguarded
 
 ORACLE = "test_paged_attention::test_every_case_matches_the_oracle"
 CHUNKS = "test_paged_attention::test_a_prompt_in_chunks_gives_the_one_shot"
@@ -181,3 +181,42 @@ def into_a_copy(k, v, new_k, new_v, tables, starts):
     from perf_lab.paged_attention.scatter import scatter
 
     scatter(k.contiguous(), v.contiguous(), new_k, new_v, tables, starts)
+
+
+@mutant(paged_attention, killed_by="test_paged_attention::test_head_dims_of_models_match_the_oracle")
+def head_dims_past_64_ignored(q, k, v, tables, lengths, *, scale=None, **how):
+    """Scores use the first 64 of the head's dims."""
+    wide = torch.arange(q.shape[3]) < 64
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    return attend(torch.where(wide, q, 0), k, v, tables, lengths, scale=scale, **how)
+
+
+@mutant(paged_attention, killed_by="test_paged_attention::test_any_cut_matches_the_oracle")
+def last_part_dropped(q, k, v, tables, lengths, *, cut=None, **how):
+    """Of keys in parts, what is past the last whole part is left out."""
+    parts = 1 if cut is None else cut.splits
+    kept = {"keys_of": lambda n, size, slots: n // parts * parts if n > parts else n}
+    return attend(q, k, v, tables, lengths, **kept, **how)
+
+
+@mutant(
+    unguarded(paged_attention), killed_by="test_paged_attention::test_what_the_contract_refuses_is_refused"
+)
+def nothing_is_refused(q, k, v, tables, lengths, **how):
+    """Whatever comes gives zeros."""
+    return q
+
+
+@mutant(
+    paged_attention, killed_by="test_paged_attention::test_one_block_after_another_is_the_dense_attention"
+)
+def first_block_last(q, k, v, tables, lengths, **how):
+    """A row's blocks are read from its last to its first."""
+    return attend(
+        q,
+        k,
+        v,
+        tables,
+        lengths,
+        block_of=lambda row, j, size: row[int(lengths.max() - 1) // size - j // size],
+    )

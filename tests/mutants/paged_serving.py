@@ -8,6 +8,7 @@ from . import mutant
 
 ALONE = "test_paged_serving::test_each_request_gets_the_tokens_it_gets_alone"
 FIRST = "test_paged_serving::test_the_one_that_arrived_first_gets_on_at_every_step"
+LARGEST = "test_paged_serving::test_the_tokens_of_a_float32_loop_have_the_largest_logits"
 WARM = "test_paged_serving::test_a_warm_prompt_gets_the_tokens_of_a_cold_one"
 
 
@@ -56,7 +57,7 @@ class RunsPastEos(Server):
         job.request.eos = eos
 
 
-@mutant(serving, killed_by=ALONE)
+@mutant(serving, killed_by=(ALONE, LARGEST))
 class AnswersInTheWrongOrder(Server):
     """The tokens of a decode step go to the requests in another order."""
 

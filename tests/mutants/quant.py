@@ -17,7 +17,7 @@ from perf_lab.quant import (
     quantized_linear,
 )
 
-from . import mutant
+from . import mutant, unguarded
 
 RightInt8 = int8["torch"].fn
 RightNF4 = nf4["torch"].fn
@@ -579,4 +579,60 @@ def hides_the_scales(module, format, skip=(), block_size=64):
         if isinstance(layer, QuantizedLinear):
             layer.register_buffer("scales", layer.scales, persistent=False)
             layer._fault = lambda state: None
+    return module
+
+
+@mutant(int8, killed_by="test_quant::test_devices_agree_bit_for_bit")
+class RoundsAtRandom(RightInt8):
+    """Codes are rounded up or down by chance, as gradients are: right on average, different every time."""
+
+    def quantize(self, w):
+        q = super().quantize(w)
+        codes = (w.float() / q.scales + torch.rand(w.shape)).floor().clamp(-127, 127).to(torch.int8)
+        return dataclasses.replace(q, codes=codes)
+
+
+@mutant(unguarded(nf4), killed_by="test_quant::test_nf4_refuses_other_block_sizes")
+class AnyBlockSize(RightNF4):
+    """A block size that is none is taken for 64."""
+
+    def __init__(self, block_size=64):
+        super().__init__()
+
+
+@mutant(int8, killed_by="test_quant::test_linear_serves_any_object_with_the_methods_of_a_format")
+class HalfOfEachCode(RightInt8):
+    """Weights come back as half of what their codes say."""
+
+    def dequantize(self, q, dtype=None):
+        return super().dequantize(q, dtype) / 2
+
+
+@mutant(quantized_linear, killed_by="test_quant::test_linear_moves_with_its_module")
+class BiasLeftBehind(QuantizedLinear):
+    """A layer that has moved no longer adds its bias."""
+
+    moved = False
+
+    def _apply(self, fn, recurse=True):
+        self.moved = True
+        return super()._apply(fn, recurse)
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y - self.bias if self.moved else y
+
+
+@mutant(quantize_op, killed_by="test_quant::test_a_module_without_memory_is_quantized_and_then_loaded")
+def scales_not_loaded(module, *args, **kwargs):
+    """A module without memory takes ones for the scales that it is to load."""
+    empty = any(p.is_meta for p in module.parameters())
+    quantize_(module, *args, **kwargs)
+
+    def ones(layer, state, prefix, *rest):
+        state[f"{prefix}scales"] = torch.ones_like(state[f"{prefix}scales"])
+
+    for layer in module.modules():
+        if empty and isinstance(layer, QuantizedLinear):
+            layer.register_load_state_dict_pre_hook(ones)
     return module

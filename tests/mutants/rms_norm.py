@@ -10,7 +10,7 @@ from perf_lab import machine
 from perf_lab.library import operator
 from perf_lab.rms_norm import rms_norm
 
-from . import mutant
+from . import mutant, unguarded
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -245,6 +245,8 @@ if machine.interpreting() and "triton" not in rms_norm.missing:
     import triton
     import triton.language as tl
 
+    from perf_lab.rows import Cut as Cut
+
     @triton.jit
     def faulty_kernel(
         x_ptr, weight_ptr, y_ptr, columns, eps, BLOCK: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr
@@ -279,3 +281,34 @@ if machine.interpreting() and "triton" not in rms_norm.missing:
     def kernel_squares_in_bfloat16(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
         """A kernel that does not widen what it loads: the interpreter multiplies bit patterns."""
         return launched(x, weight, eps, wide=False)
+
+    def run(x: Tensor, weight: Tensor, eps: float, cut: Any) -> Tensor:
+        """With a cut: the last block of a row in steps is left out of the mean where it is not full."""
+        whole = x.shape[-1] // cut.block * cut.block or x.shape[-1]
+        return scaled(x, rstd_of(x[..., :whole], eps), weight)
+
+    mutant(rms_norm, killed_by="test_rms_norm::test_any_cut_of_the_kernel_is_right")(run)
+
+
+OWN_KERNEL = (
+    0  # elements from which a shape has a kernel of its own, as in the module that this one stands for
+)
+compiled_once = torch.compile(lambda *args: right(*args), backend="eager", dynamic=False)
+
+
+@mutant(rms_norm, killed_by="test_rms_norm::test_large_calls_stay_compiled_however_many")
+def one_function_for_all(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    """Kernels of all shapes share one compiled function, which dynamo gives up on after eight."""
+    return compiled_once(x, weight, eps)
+
+
+@mutant(rms_norm, killed_by="test_rms_norm::test_runs_within_a_compiled_program")
+def other_when_compiled(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    """Compiled programs get a path of their own, and a coarser one."""
+    return right(x.bfloat16().to(x.dtype) if torch.compiler.is_compiling() else x, weight, eps)
+
+
+@mutant(unguarded(rms_norm), killed_by="test_rms_norm::test_bad_input_is_refused_by_name")
+def anything_made_float(x: Any, weight: Any, eps: float = 1e-6) -> Tensor:
+    """Whatever comes is made a tensor of floats."""
+    return right(torch.as_tensor(x).float(), weight, eps)

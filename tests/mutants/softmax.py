@@ -10,7 +10,7 @@ from perf_lab import machine
 from perf_lab.library import operator
 from perf_lab.softmax import softmax
 
-from . import mutant
+from . import mutant, unguarded
 
 
 def by_rows(x: Tensor) -> Tensor:
@@ -227,6 +227,8 @@ if machine.interpreting() and "triton" not in softmax.missing:
     import triton
     import triton.language as tl
 
+    from perf_lab.rows import Cut as Cut
+
     @triton.jit
     def faulty_kernel(x_ptr, y_ptr, rows, columns, BLOCK: tl.constexpr, OTHER: tl.constexpr):
         column = tl.arange(0, BLOCK)
@@ -254,3 +256,30 @@ if machine.interpreting() and "triton" not in softmax.missing:
     def kernel_skips_the_last_row(x: Tensor) -> Tensor:
         """A kernel that leaves the last row as the allocator gave it."""
         return launched(x, by_rows(x).shape[0] - 1, other=float("-inf"))
+
+    def run(x: Tensor, cut: Any) -> Tensor:
+        """Softmax with a cut: the last block of a row in steps is left out where it is not full."""
+        y = torch.softmax(x, -1)
+        if x.shape[-1] > cut.block:
+            y[..., x.shape[-1] // cut.block * cut.block :] = 0
+        return y
+
+    mutant(softmax, killed_by="test_softmax::test_any_cut_of_the_kernel_is_right")(run)
+
+
+OWN_KERNEL = (
+    0  # elements from which a shape has a kernel of its own, as in the module that this one stands for
+)
+compiled_once = torch.compile(lambda x: torch.softmax(x, -1), backend="eager", dynamic=False)
+
+
+@mutant(softmax, killed_by="test_softmax::test_large_calls_stay_compiled_however_many")
+def one_function_for_all(x: Tensor) -> Tensor:
+    """Kernels of all shapes share one compiled function, which dynamo gives up on after eight."""
+    return compiled_once(x)
+
+
+@mutant(unguarded(softmax), killed_by="test_softmax::test_bad_input_is_refused_by_name")
+def anything_made_float(x: Any) -> Tensor:
+    """Whatever comes is made a tensor of floats."""
+    return torch.softmax(torch.as_tensor(x).float(), -1)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from perf_lab.speculative import Draft, ModelDraft, Result, Round, speculative
 
-from . import mutant
+from . import mutant, unguarded
 
 
 class Loop:
@@ -87,8 +87,8 @@ class Loop:
         self.draft.rewind(self.tokens.shape[1] - 1)
 
 
-def wrong(killed_by: str) -> Callable[[type[Loop]], type[Loop]]:
-    """Declare a faulty loop a mutant, killed by this property of tests/test_speculative.py."""
+def wrong(*killed_by: str) -> Callable[[type[Loop]], type[Loop]]:
+    """Declare a faulty loop a mutant, killed by each of these properties of tests/test_speculative.py."""
 
     def add(loop: type[Loop]) -> type[Loop]:
         def call(*args: Any, **kwargs: Any) -> Result:
@@ -96,13 +96,13 @@ def wrong(killed_by: str) -> Callable[[type[Loop]], type[Loop]]:
 
         call.__name__, call.__doc__ = loop.__name__, loop.__doc__
         call.of_the_loop = True
-        mutant(speculative, f"test_speculative::{killed_by}")(call)
+        mutant(speculative, tuple(f"test_speculative::{name}" for name in killed_by))(call)
         return loop
 
     return add
 
 
-@wrong("test_emits_the_tokens_of_greedy_decoding")
+@wrong("test_emits_the_tokens_of_greedy_decoding", "test_a_draft_of_any_size_and_vocabulary_changes_no_token")
 class AlwaysAccepts(Loop):
     """Every proposal is believed."""
 
@@ -236,7 +236,7 @@ class EosDropped(Loop):
         return emitted[-1] if emitted else self.eos
 
 
-@wrong("test_ends_with_the_first_eos_wherever_it_falls")
+@wrong("test_ends_with_the_first_eos_wherever_it_falls", "test_an_eos_that_never_comes_ends_nothing")
 class EosInTheProposalsEndsIt(Loop):
     """An eos that the draft proposed ends the sequence, although the target rejected it."""
 
@@ -336,3 +336,71 @@ class DraftMustAlwaysPropose(Loop):
 
     def left(self) -> int:
         return 0 if getattr(self.draft, "full", False) else super().left()
+
+
+@wrong("test_a_draft_may_propose_fewer_tokens_than_asked")
+class CountsWhatItAskedFor(Loop):
+    """The statistics take the draft to have proposed as many tokens as it was asked for."""
+
+    def ask(self) -> int:
+        self.asked = super().ask()
+        return self.asked
+
+    def count(self, drafted: int, accepted: int, emitted: int) -> Round:
+        return Round(self.asked, accepted, emitted)
+
+
+@wrong("test_a_draft_can_serve_one_sequence_after_another")
+class DraftGoesOn(Loop):
+    """A draft that has served does not read the start of the next prompt."""
+
+    @classmethod
+    def call(cls, target: Any, draft: Any, prompt: Tensor, new: int, **how: Any) -> Result:
+        """Decode with a fresh loop, and a draft that may not be fresh."""
+        held = getattr(draft, "cache", None)
+        if held is None:
+            return super().call(target, draft, prompt, new, **how)
+        start, held_tokens = draft.start, min(held.length, prompt.shape[1] - 1)
+
+        def goes_on(*ask: Any) -> None:
+            start(*ask)
+            nothing = torch.zeros(1, held.kv_heads, held_tokens, held.head_dim, dtype=held.dtype)
+            for layer in range(held.layers):
+                draft.cache.append(layer, nothing, nothing)
+            draft.cache.commit(held_tokens)
+
+        draft.start = goes_on
+        try:
+            return super().call(target, draft, prompt, new, **how)
+        finally:
+            draft.start = start
+
+
+@wrong("test_refuses_what_no_draft_may_propose")
+class BentIntoShape(Loop):
+    """What a draft may not propose is bent into what it may."""
+
+    def agree(self, guesses: list[int], chosen: list[int]) -> int:
+        return super().agree(guesses[: len(chosen)], chosen)
+
+    @classmethod
+    def call(cls, target: Any, draft: Any, *args: Any, **how: Any) -> Result:
+        """Decode with proposals that are brought into the vocabulary."""
+        propose, known = draft.propose, target.config.vocab_size
+        draft.propose = lambda committed, k: propose(committed, k).clamp(0, known - 1)[:, :k]
+        return super().call(target, draft, *args, **how)
+
+
+@wrong("test_fills_the_context_to_its_end")
+class StopsAnEighthShort(Loop):
+    """No round begins where not all of its proposals have room, and the rest is not generated."""
+
+    def left(self) -> int:
+        room = self.target.config.max_length - self.tokens.shape[1]
+        return super().left() if room >= self.gamma else 0
+
+
+@mutant(unguarded(speculative), "test_speculative::test_refuses_bad_arguments_by_name")
+def nothing_is_refused(target: Any, draft: Any, prompt: Any, max_new_tokens: Any, **how: Any) -> Any:
+    """Whatever comes gives the prompt."""
+    return prompt

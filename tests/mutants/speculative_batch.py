@@ -17,10 +17,11 @@ from . import mutant
 ALONE = "test_speculative_drafts::test_each_row_of_a_batch_gets_what_it_gets_alone"
 UNEQUAL = "test_speculative_drafts::test_rows_of_unequal_length_get_what_they_get_alone"
 SAME = "test_speculative_sampled::test_the_same_numbers_give_the_same_rounds_by_every_way"
+LOOKED_UP = "test_speculative_drafts::test_a_look_up_changes_no_token"
 LOOK_UP = "test_speculative_drafts::test_a_look_up_proposes_what_followed_the_longest_latest_match"
 
 
-def wrong(where: str, killed_by: str, **how: Any) -> Callable[[type], type]:
+def wrong(where: str, killed_by: str | tuple[str, ...], **how: Any) -> Callable[[type], type]:
     """Declare a mutant: `draft_verify` with this class in the place of the one it uses."""
 
     def add(fault: type) -> type:
@@ -35,7 +36,7 @@ def wrong(where: str, killed_by: str, **how: Any) -> Callable[[type], type]:
     return add
 
 
-@wrong("draft_verify.Rows", ALONE)
+@wrong("draft_verify.Rows", (ALONE, LOOKED_UP))
 class EndOfTheFirstRow(Rows):
     """What is written behind a row's end is written behind the first row's."""
 
@@ -202,3 +203,44 @@ class LearnsTwice(PromptLookup):
 
     def _learn(self, row: int, new: list[int]) -> None:
         super()._learn(row, new + new[-1:])
+
+
+@mutant(speculative, "test_speculative_drafts::test_a_long_prompt_is_read_without_its_logits")
+def prompts_logits(*args: Any, **kwargs: Any) -> Result:
+    """The logits of all of a prompt are computed, whatever its length."""
+    with mock.patch("perf_lab.speculative.draft_verify.MOST_LOGITS", 2**40):
+        return draft_verify(*args, **kwargs)
+
+
+def mended(mend: Callable[[Any, Tensor], None]) -> Callable[..., Result]:
+    """Speculate with proposals that `mend` makes fit, in the place of the check that they do."""
+
+    def run(*args: Any, **kwargs: Any) -> Result:
+        def check(proposal: Any, tokens: Tensor, *ask: Any) -> None:
+            mend(proposal, tokens)
+
+        with mock.patch("perf_lab.speculative.draft_verify.check_proposal", check):
+            return draft_verify(*args, **kwargs)
+
+    return run
+
+
+@mutant(speculative, "test_speculative_drafts::test_refuses_counts_that_do_not_fit")
+def counts_cut(*args: Any, **kwargs: Any) -> Result:
+    """Counts that a proposal cannot have are brought to those that it can."""
+
+    def mend(proposal: Any, tokens: Tensor) -> None:
+        counts = [min(max(n, 0), proposal.tokens.shape[1]) for n in proposal.counts]
+        object.__setattr__(proposal, "counts", counts)
+
+    return mended(mend)(*args, **kwargs)
+
+
+@mutant(speculative, "test_speculative_sampled::test_refuses_laws_that_do_not_fit")
+def laws_dropped(*args: Any, **kwargs: Any) -> Result:
+    """A law of the wrong shape is passed over, and the draft taken to have been certain."""
+
+    def mend(proposal: Any, tokens: Tensor) -> None:
+        object.__setattr__(proposal, "law", None)
+
+    return mended(mend)(*args, **kwargs)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from perf_lab.sampling import Sampling, pick
-from perf_lab.speculative import Proposal, Result, acceptance, speculative
+from perf_lab.speculative import GREEDY, Proposal, Result, acceptance, speculative
 from perf_lab.speculative.draft_verify import draft_verify
 from perf_lab.speculative.model_draft import ModelDraft
 
@@ -271,3 +271,21 @@ def tested_by_the_numbers_of_the_draft(*args: Any, uniform: Tensor, gamma: int, 
 def generator_ignored(*args: Any, generator: Any = None, **kwargs: Any) -> Result:
     """The numbers come from the global generator."""
     return draft_verify(*args, **kwargs)
+
+
+@mutant(
+    speculative,
+    killed_by="test_speculative_sampled::test_the_target_as_its_own_sampled_draft_is_always_accepted",
+)
+def draft_at_another_temperature(*args: Any, sampling: Sampling, **kwargs: Any) -> Result:
+    """The draft draws at its own temperature, 1, whatever the target's: right in law, and often rejected."""
+    target, draft, *rest = args
+    return draft_verify(target, ModelDraft(draft, Sampling(1.0)), *rest, sampling=sampling, **kwargs)
+
+
+@mutant(speculative, killed_by="test_speculative_sampled::test_a_temperature_near_zero_is_greedy")
+def coldest_is_a_half(*args: Any, sampling: Sampling = GREEDY, **kwargs: Any) -> Result:
+    """A temperature above 0 and below 1/2 is taken for 1/2, against overflow."""
+    if 0 < sampling.temperature < 0.5:
+        sampling = Sampling(0.5)
+    return draft_verify(*args, sampling=sampling, **kwargs)

@@ -118,6 +118,14 @@ def silent(device_name: str, op: str, key: Key, revision: int, read: Read) -> An
         return tuning.look_up(device_name, op, key, revision, read)
 
 
+@mutant(reader, killed_by="test_tuning::test_no_table_is_no_warning")
+def warns_of_nothing(device_name: str, op: str, key: Key, revision: int, read: Read) -> Any:
+    """That nobody has tuned is a warning, and where warnings are errors the end."""
+    if not tuning.user_file(device_name).exists():
+        raise AssertionError("no table")
+    return tuning.look_up(device_name, op, key, revision, read)
+
+
 @mutant(reader, killed_by="test_tuning::test_what_the_kernel_refuses_is_left_out")
 def unchecked(device_name: str, op: str, key: Key, revision: int, read: Read) -> Any:
     """A configuration goes to the kernel as it stands in the file."""
@@ -142,6 +150,12 @@ if test_tuning.rows is not None:
     def small_blocks_only(config: Config) -> Any:
         """Blocks past 1024 are refused."""
         return Cut.read({**config, "block": min(config["block"], 1024)})
+
+    @mutant(test_tuning.keyer, killed_by="test_tuning::test_rows_of_one_key_differ_less_than_fourfold")
+    def every_power_of_ten(columns: int, count: int, dtypes: Any) -> Key:
+        """Rows are counted in powers of ten."""
+        key = test_tuning.rows.tuning_key(columns, count, dtypes)
+        return {**key, "rows": min(10 ** (len(str(count)) - 1), test_tuning.rows.FULL)}
 
     @mutant(
         test_tuning.starter,
