@@ -23,7 +23,8 @@ from perf_lab.measure.ceilings import VARIABLE, Ceilings, cache_bytes, ceilings,
 from perf_lab.measure.clock import EventTimer, WallTimer
 from perf_lab.measure.memory import peak_bytes
 from perf_lab.measure.tables import markdown_tables, rows_of
-from perf_lab.op import Cost
+from perf_lab.op import OPS, Cost, Op
+from perf_lab.pytest_plugin import implementations
 
 from .checkout import IMPORTS
 
@@ -73,11 +74,20 @@ def test_wall_time_is_that_of_the_work_alone(busy, seconds, calls, repeat):
     assert timer.round() == pytest.approx(seconds, rel=1e-9, abs=1e-12)
 
 
+timers = Op("timer")  # implementations: (calls, fake device) -> a Timer
+timers.register("wall", devices=("cpu",))(
+    lambda calls, fake: WallTimer(calls, "fake", 1, fake.now, fake.wait)
+)
+timers.register("events", devices=("cpu",))(lambda calls, fake: EventTimer(calls, fake.event))
+del OPS[timers.name]
+
+
+@implementations(timers)
 @given(flush=st.floats(0, 10), seconds=st.floats(1e-6, 10), calls=st.integers(1, 9))
-def test_events_do_not_time_what_was_queued_before(flush, seconds, calls):
-    device = FakeDevice()
-    device.launch(flush)
-    timer = EventTimer([lambda: device.launch(seconds)] * calls, device.event)
+def test_what_was_queued_before_is_not_timed(device, impl, flush, seconds, calls):
+    fake = FakeDevice()
+    fake.launch(flush)
+    timer = impl.fn([lambda: fake.launch(seconds)] * calls, fake)
     assert timer.round() == pytest.approx(seconds, rel=1e-6, abs=1e-9)
 
 

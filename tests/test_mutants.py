@@ -9,7 +9,10 @@ from typing import Any
 import hypothesis
 import pytest
 
-from .mutants import MUTANTS, Mutant, audit
+from perf_lab import machine
+from perf_lab.op import load_all
+
+from .mutants import MUTANTS, Mutant, audit, generic, known_faults
 
 audit.import_mutants()
 
@@ -28,6 +31,37 @@ hypothesis.settings.register_profile(
 def test_mutant_is_killed(mutant: Mutant) -> None:
     with pytest.raises((AssertionError, pytest.fail.Exception)):  # the latter: an error that did not come
         run_property(mutant)
+
+
+def test_every_property_rejects_a_mutant() -> None:
+    killed, judged = audit.kills(), set(audit.properties())
+    idle = {name for name in judged if not killed[name]}
+    assert idle == set(audit.NO_MUTANT) & judged, "properties without a mutant, or with one after all"
+    assert all(audit.NO_MUTANT.values())
+
+
+def test_every_killer_is_a_property_that_exists() -> None:
+    assert not sorted(set(audit.kills()) - set(audit.properties()))
+
+
+def test_every_tolerance_rejects_the_five_plain_faults() -> None:
+    """Zeros, one value a row, half, a dropped tile, an unwritten row: in each op that has a tolerance."""
+    planted = {str(mutant) for mutant in MUTANTS}
+    for name, op in load_all().items():
+        if op.magnitude is not None:
+            missing = [
+                f.__name__ for f in generic.FAULTS if f"{name}-reference_with_{f.__name__}" not in planted
+            ]
+            assert not missing, f"{name}: name the property of its oracle in tests/mutants/generic.py ORACLE"
+
+
+@pytest.mark.skipif(not machine.interpreting(), reason="mutants that are kernels need Triton's interpreter")
+def test_every_public_report_is_planted_or_says_why_not() -> None:
+    planted = {str(mutant) for mutant in MUTANTS}
+    for row in known_faults.ROWS:
+        assert (row in known_faults.PLANTED) != (row in known_faults.NOT_PLANTABLE), row
+    for row, (_, names) in known_faults.PLANTED.items():
+        assert names and set(names) <= planted, f"{row}: no such mutants: {sorted(set(names) - planted)}"
 
 
 def run_property(mutant: Mutant) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from perf_lab.op import Implementation
 
 from . import MUTANTS, Mutant
+from .known_faults import NOT_PLANTABLE, PLANTED, ROWS
 
 TESTS = __package__.rpartition(".")[0]
 
@@ -85,14 +86,29 @@ def kills() -> dict[str, list[Mutant]]:
 
 
 def table() -> str:
-    """Markdown: each property with the mutants it rejects and their faults, then the reports and theirs."""
+    """Markdown: each property with the mutants it rejects and their faults, then the reports with theirs."""
     killed, rows = kills(), []
     for name in properties():
-        for mutant in killed[name]:
-            rows.append(f"| `{name}` | `{mutant}` | {mutant.fault.replace('|', chr(92) + '|')} |")
+        rows += [(name, str(mutant), mutant.fault) for mutant in killed[name]]
         if not killed[name]:
-            rows.append(f"| `{name}` | none | {NO_MUTANT.get(name, 'MISSING')} |")
-    distinct = len({str(mutant) for mutant in MUTANTS})
-    counts = f"{distinct} mutants, {len(properties())} properties of implementations, {len(rows)} rows.\n"
-    head = ["| property | mutant | fault |", "|---|---|---|"]
-    return "\n".join([counts, *head, *rows])
+            rows.append((name, "none", NO_MUTANT.get(name, "MISSING")))
+    reports = [
+        (row, PLANTED[row][0], ", ".join(PLANTED[row][1]))
+        if row in PLANTED
+        else (row, NOT_PLANTABLE[row][0], f"none: {NOT_PLANTABLE[row][1]}")
+        for row in ROWS
+    ]
+    distinct, judged = len({str(mutant) for mutant in MUTANTS}), len({name for name, *_ in rows})
+    return "\n\n".join(
+        (
+            f"{distinct} mutants, {judged} properties, {len(PLANTED)} of {len(ROWS)} public reports.",
+            markdown(("property", "mutant", "fault"), rows),
+            markdown(("row", "report", "mutants"), reports),
+        )
+    )
+
+
+def markdown(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """A table; a bar within a cell is escaped."""
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)

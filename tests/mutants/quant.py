@@ -636,3 +636,17 @@ def scales_not_loaded(module, *args, **kwargs):
         if empty and isinstance(layer, QuantizedLinear):
             layer.register_load_state_dict_pre_hook(ones)
     return module
+
+
+@mutant(quantized_linear, killed_by="test_quant::test_linear_multiplies_by_the_decoded_weight")
+class OneScaleATile(QuantizedLinear):
+    """A tile of two blocks is multiplied by the scale of the first."""
+
+    def forward(self, x):
+        kept, scales = self.scales, self.scales.clone()
+        if self.layout != "int8":
+            scales[1::2] = scales[: len(scales) - 1 : 2]
+        self.scales = scales
+        y = super().forward(x)
+        self.scales = kept
+        return y
