@@ -21,9 +21,9 @@ generator    one uniform number a token and row is drawn from it before the firs
 progress     called with (new tokens so far, max_new_tokens) after each, as soon as its step is queued.
 
 graph        None: after the prompt the decode step of perf_lab.decode runs, on a CUDA device from a graph,
-             where device, model and cache can; False: it never does; True: the same step wherever model and cache can,
-             recorded on a CUDA device and run as it is elsewhere. A cache that is given keeps a greedy
-             step's graph, so that the next call on it need not record again; it then holds the model too.
+             where device, model and cache can; False: it never does; True: the same step wherever model and
+             cache can, recorded on a CUDA device and run as it is elsewhere. A cache that is given keeps a
+             greedy step's graph, so that the next call on it need not record again; it then holds the model.
 
 stream(...), with the same arguments but progress, gives the new tokens [B] one after another.
 

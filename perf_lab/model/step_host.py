@@ -1,6 +1,6 @@
 """The decode step on the CPU, with few calls: at one token a small model waits for them, not for arithmetic.
 
-SmolLM2's matrix products take 24 to 26 ms a token on one core of an EPYC. With the layers' own forward a token
+SmolLM2's matrix products take 24 to 26 ms a token on one core of an EPYC. With the layers' own forward it
 takes 6.6 ms more, for modules, checks and views in caches that the weights have swept; with this step 5. The
 slot is a number here, keys and values go there unchecked, and one attention kernel reads what is held.
 """
