@@ -74,6 +74,7 @@ class Decode:
         self.step.fill_(step)
         if self.slots is None:
             self.slots = self.cache.slots(self.at) if pages(self.cache) else Slots(self.cache, self.at)
+            self.slots.read_by_host = self.at.device.type == "cpu"
         self.ended.copy_(ended)
         return self.ended
 
@@ -111,6 +112,8 @@ class Decode:
 
 class Slots:
     """A cache whose next free slot, `at` [1], is known to the device only; it takes one token at a time."""
+
+    read_by_host = False  # whether the host may look at `at`, too
 
     def __init__(self, cache: Any, at: Tensor) -> None:
         self.cache, self.at = cache, at

@@ -47,7 +47,7 @@ def fuses(slots: Any, weight: Tensor) -> bool:
 
 def best(slots: Any, weight: Tensor) -> str:
     """The name of the implementation for a model of such weights over these slots."""
-    if weight.device.type == "cpu" and hasattr(slots, "memory"):
+    if getattr(slots, "read_by_host", False) and hasattr(slots, "memory"):
         return "host"
     return "fused" if fuses(slots, weight) else "plain"
 

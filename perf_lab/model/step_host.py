@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from perf_lab.decode import Slots
 from perf_lab.model.step import decode_step
 from perf_lab.op import FLOATS
 
@@ -46,7 +47,7 @@ def _attention(
     keys.select(2, at).copy_(qk[:, h:])
     values.select(2, at).copy_(qkv[:, h + h_kv :])
     q = qk[:, :h]
-    if mask is not None:
+    if mask is not None or type(slots) is not Slots:  # others have ways of their own to look
         seen = slots.look(layer.index, q.unsqueeze(2), window=layer.window, mask=mask)
     else:  # a group of heads are the queries of one key head
         held = slice(0 if layer.window is None else max(0, at + 1 - layer.window), at + 1)
