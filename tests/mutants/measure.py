@@ -3,8 +3,8 @@
 from typing import Any
 
 from perf_lab.measure.clock import EventTimer, WallTimer
-from tests import test_measure
 
+from .. import test_measure
 from . import mutant
 
 timers = test_measure.timers

@@ -10,8 +10,8 @@ from typing import Any
 from perf_lab import tuning
 from perf_lab.measure import tune
 from perf_lab.tuning import Config, Entry, Key, Tunable
-from tests import test_tuning
 
+from .. import test_tuning
 from . import mutant
 
 Read = Callable[[Config], Any]
