@@ -33,6 +33,12 @@ def test_mutant_is_killed(mutant: Mutant) -> None:
         run_property(mutant)
 
 
+in_interpreter = pytest.mark.skipif(
+    not machine.interpreting(), reason="mutants that are kernels need Triton's interpreter"
+)
+
+
+@in_interpreter
 def test_every_property_rejects_a_mutant() -> None:
     killed, judged = audit.kills(), set(audit.properties())
     idle = {name for name in judged if not killed[name]}
@@ -55,7 +61,7 @@ def test_every_tolerance_rejects_the_five_plain_faults() -> None:
             assert not missing, f"{name}: name the property of its oracle in tests/mutants/generic.py ORACLE"
 
 
-@pytest.mark.skipif(not machine.interpreting(), reason="mutants that are kernels need Triton's interpreter")
+@in_interpreter
 def test_every_public_report_is_planted_or_says_why_not() -> None:
     planted = {str(mutant) for mutant in MUTANTS}
     for row in known_faults.ROWS:
@@ -75,7 +81,12 @@ def run_property(mutant: Mutant) -> None:
             dtypes = mutant.impl.dtypes if "dtype" in asked and "dtype" not in case else (None,)
             for dtype in dtypes:
                 given = {**case, **fixtures, **({"dtype": dtype} if dtype else {})}
-                test(device="cpu", impl=mutant.impl, **given)
+                test(device=device_of(mutant), impl=mutant.impl, **given)
+
+
+def device_of(mutant: Mutant) -> str:
+    """The CPU, or for a kernel that has no interpreter here, since there is a GPU, that."""
+    return "cpu" if mutant.impl.why_not("cpu") is None else "cuda"
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from perf_lab import machine
 from perf_lab.cli import END, list_text, main, renewed
 from perf_lab.measure.results import ResultsError
 from perf_lab.op import ENTRY_POINTS, FLOATS, OPS, Implementation, Limit, LimitError, Op, load_all, outside
-from perf_lab.pytest_plugin import _params
+from perf_lab.pytest_plugin import Selection, _params
 
 from .checkout import ROOT, in_checkout
 
@@ -201,7 +201,8 @@ def test_results_of_a_machine_lie_in_a_folder_named_for_it():
     assert torch.device("cpu").type in machine.devices()
 
 
-def test_a_known_failure_is_a_strict_xfail_there_and_nowhere_else(op):
+def test_a_known_failure_is_a_strict_xfail_there_and_nowhere_else(op, monkeypatch):
+    monkeypatch.setattr("perf_lab.pytest_plugin.selection", Selection())
     known = {"test_it[cpu-float16]": "rounds twice", "test_other": "never right"}
     impl = Implementation(op, "one", abs, ("cpu",), FLOATS, known_failures=known)
 

@@ -32,7 +32,7 @@ from perf_lab.speculative import (
     speculative_generate,
 )
 
-from .mutants import MUTANTS
+from .mutants import MUTANTS, audit
 from .mutants.speculative import Loop
 
 VOCAB = 5  # so few that a draft is often right by chance
@@ -552,4 +552,5 @@ def test_the_loop_that_the_mutants_vary_is_right(name):
     right = Implementation(speculative, "unmutated", Loop.call, ("cpu",), (torch.float64,))
     test = globals()[name]
     dtype = {"dtype": torch.float64} if "dtype" in inspect.signature(test).parameters else {}
-    test(device="cpu", impl=right, **dtype)
+    if audit.cases(test) == [{}]:  # the refusals stand before the loop
+        test(device="cpu", impl=right, **dtype)

@@ -112,8 +112,8 @@ def compare(laws: Any, came: Law, length: int, device: str, case: str) -> None:
 
 def counted(tokens: Tensor, kept: Tensor, weight: Tensor) -> Law:
     """The law of the first kept[b] + 1 tokens [B, n] of rows of these weights [B]."""
-    outcomes, index = torch.cat((tokens, kept[:, None]), 1).cpu().unique(dim=0, return_inverse=True)
-    total = torch.zeros(len(outcomes), dtype=torch.float64).index_add(0, index, weight)
+    outcomes, index = torch.cat((tokens.cpu(), kept.cpu()[:, None]), 1).unique(dim=0, return_inverse=True)
+    total = torch.zeros(len(outcomes), dtype=torch.float64).index_add(0, index, weight.cpu())
     found: Law = Counter()
     for (*row, n), mass in zip(outcomes.tolist(), total.tolist(), strict=True):
         found[tuple(row[: n + 1])] += mass

@@ -14,6 +14,7 @@ from . import mutant
 
 LOGITS = "test_decode::test_a_step_gives_the_logits_of_the_definition"
 STORED = "test_decode::test_a_step_stores_the_keys_and_values_of_its_token"
+FUSED: dict[str, Any] = {"dtypes": (torch.float32,), "devices": ("cuda",), "interpreted": True}
 
 
 def with_part(name: str, part: Any, *args: Any) -> Tensor:
@@ -22,7 +23,7 @@ def with_part(name: str, part: Any, *args: Any) -> Tensor:
         return fused(*args)
 
 
-@mutant(decode_step, killed_by=LOGITS, dtypes=(torch.float32,))
+@mutant(decode_step, killed_by=LOGITS, **FUSED)
 def turned_the_other_way(*args: Any) -> Tensor:
     """Queries and keys turn backwards: right to each other, and wrong to what the cache holds."""
 
@@ -32,7 +33,7 @@ def turned_the_other_way(*args: Any) -> Tensor:
     return with_part("turn_and_store", wrong, *args)
 
 
-@mutant(decode_step, killed_by=LOGITS, dtypes=(torch.float32,))
+@mutant(decode_step, killed_by=LOGITS, **FUSED)
 def tokens_own_key_unseen(*args: Any) -> Tensor:
     """The new token is stored one slot late, so that it sees what lay in its slot."""
 
@@ -42,7 +43,7 @@ def tokens_own_key_unseen(*args: Any) -> Tensor:
     return with_part("turn_and_store", wrong, *args)
 
 
-@mutant(decode_step, killed_by=LOGITS, dtypes=(torch.float32,))
+@mutant(decode_step, killed_by=LOGITS, **FUSED)
 def gate_and_up_exchanged(*args: Any) -> Tensor:
     """silu of up times gate."""
 
@@ -52,7 +53,7 @@ def gate_and_up_exchanged(*args: Any) -> Tensor:
     return with_part("silu_product", wrong, *args)
 
 
-@mutant(decode_step, killed_by=LOGITS, dtypes=(torch.float32,))
+@mutant(decode_step, killed_by=LOGITS, **FUSED)
 def residual_forgotten(*args: Any) -> Tensor:
     """The residual stream goes on with the last branch alone."""
     right = step_fused._add_norm
@@ -63,7 +64,7 @@ def residual_forgotten(*args: Any) -> Tensor:
     return with_part("_add_norm", wrong, *args)
 
 
-@mutant(decode_step, killed_by=STORED, dtypes=(torch.float32,))
+@mutant(decode_step, killed_by=STORED, **FUSED)
 def keys_stored_unturned(*args: Any) -> Tensor:
     """The query is turned and the key is not, once the step has read it."""
 
@@ -75,7 +76,7 @@ def keys_stored_unturned(*args: Any) -> Tensor:
     return with_part("turn_and_store", wrong, *args)
 
 
-@mutant(decode_step, killed_by=STORED, dtypes=(torch.float32,))
+@mutant(decode_step, killed_by=STORED, **FUSED)
 def first_slot_written_too(*args: Any) -> Tensor:
     """The token's key and value are put into slot 0 as well, after the step."""
     model, _, slots, _ = args[:4]
