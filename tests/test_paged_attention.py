@@ -13,15 +13,15 @@ from perf_lab.attention import attention
 from perf_lab.model.transformer import rotate
 from perf_lab.numerics import build, check, eps, judge, poisoned
 from perf_lab.op import FLOATS, Cost
-from perf_lab.paged_attention import paged_attention, paged_write
+from perf_lab.paged_attention import paged_attention, paged_turn, paged_write
 from perf_lab.pytest_plugin import implementations
 from perf_lab.strategies import Input, dtype_name, inputs, lengths
 
 from .test_kv_cache import refuses
 
 VALUES = ("normal", "zeros", "ties", "denormal", "negative")
-SIZES = (1, 2, 3, 7, 8, 15, 16, 17, 31, 64, 100, 128, 255, 256)
-sizes = st.sampled_from(SIZES[:9]) | st.integers(1, 40)
+SIZES = (1, 3, 7, 16, 17, 64, 255, 256)
+sizes = st.sampled_from((1, 2, 7, 8, 15, 16, 17, 32)) | st.integers(1, 40)
 scales = st.none() | st.floats(0.01, 1)
 windows = st.none() | st.integers(1, 40)
 UNREAD = (-1, 10**6, -(10**9))  # what table entries that hold no key may be
@@ -62,7 +62,7 @@ def pool(x: Input, used: Tensor, filler: float = math.nan, layout: str = "blocks
 
 
 @st.composite
-def cases(draw: Any, dtype: torch.dtype, longest: int = 20, filler: float = math.nan) -> tuple[Any, ...]:
+def cases(draw: Any, dtype: torch.dtype, longest: int = 14, filler: float = math.nan) -> tuple[Any, ...]:
     """q, k, v, tables, lengths of any sizes and places; slack of NaN."""
     B, Hkv, group, D = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(dims)
     size, Tq = draw(sizes, label="block size"), draw(st.sampled_from((1, 1, 2, 5)))
@@ -104,7 +104,7 @@ def test_any_block_size_matches_the_oracle(device, impl):
 @implementations(paged_attention)
 @given(D=st.sampled_from((64, 80, 128, 256)), group=st.sampled_from((1, 4)), dtype=st.sampled_from(FLOATS))
 def test_head_dims_of_models_match_the_oracle(device, impl, D, group, dtype):
-    tables, counts, used = scattered(2, 16, [37, 70], D)
+    tables, counts, used = scattered(2, 16, [19, 34], D)
     k, v = (pool(Input((*used.shape, 2, D), dtype_name(dtype), seed), used) for seed in (1, 2))
     check(impl, Input((2, 2 * group, 1, D), dtype_name(dtype)), k, v, tables, counts, device=device)
 
@@ -117,7 +117,7 @@ def test_what_is_unused_never_reaches_the_output(device, impl, data, filler):
 
 
 @implementations(paged_attention)
-@given(data=st.data(), chunks=st.lists(st.integers(1, 20), min_size=1, max_size=4), known=st.integers(0, 20))
+@given(data=st.data(), chunks=st.lists(st.integers(1, 8), min_size=1, max_size=3), known=st.integers(0, 12))
 def test_a_prompt_in_chunks_gives_the_one_shot(device, impl, data, chunks, known):
     """Each chunk after a prefix that is there: the queries of one after the other are those of the whole."""
     new, size = sum(chunks), data.draw(sizes, label="block size")
@@ -138,7 +138,7 @@ def test_a_prompt_in_chunks_gives_the_one_shot(device, impl, data, chunks, known
 @given(data=st.data())
 def test_where_blocks_lie_does_not_matter(device, impl, data):
     """The same keys in other blocks give the same bits."""
-    size, n = data.draw(sizes, label="block size"), data.draw(st.integers(1, 60), label="keys")
+    size, n = data.draw(sizes, label="block size"), data.draw(st.integers(1, 30), label="keys")
     q, rows = Input((1, 2, 1, 8)).on(device), Input((2, n, 1, 8), seed=3).on(device)
     results = []
     for seed in (1, 2):
@@ -156,13 +156,13 @@ def test_where_blocks_lie_does_not_matter(device, impl, data):
     data=st.data(),
     rows=st.sampled_from((16, 32)),
     keys=st.sampled_from((16, 32)),
-    splits=st.integers(1, 7),
+    splits=st.sampled_from((1, 2, 5)),
     window=windows,
 )
 def test_any_cut_matches_the_oracle(device, impl, data, rows, keys, splits, window):
     from perf_lab.paged_attention.triton import Launch
 
-    case = data.draw(cases(torch.float32, longest=70), label="case")
+    case = data.draw(cases(torch.float32, longest=40), label="case")
     check(impl, *case, window=window, cut=Launch(rows, keys, splits, 4, 2), device=device)
 
 
@@ -219,7 +219,7 @@ def test_a_write_puts_tokens_into_their_slots_and_nowhere_else(device, impl, dty
 
 
 @implementations(paged_attention)
-@given(seed=st.integers(0, 99), size=sizes, n=st.integers(1, 60))
+@given(seed=st.integers(0, 99), size=sizes, n=st.integers(1, 30))
 def test_one_block_after_another_is_the_dense_attention(device, impl, seed, size, n):
     """Against the op `attention` on the same numbers without blocks."""
     tables, counts, used = scattered(1, size, [n], seed)
@@ -234,7 +234,7 @@ def test_one_block_after_another_is_the_dense_attention(device, impl, seed, size
     check(impl, q, k, v, tables, counts, device=device)
 
 
-@implementations(paged_write, only=lambda impl: impl.name == "triton")
+@implementations(paged_turn)
 @given(
     seed=st.integers(0, 99),
     size=sizes,
@@ -243,8 +243,6 @@ def test_one_block_after_another_is_the_dense_attention(device, impl, seed, size
     turned=st.sampled_from(("each row", "all alike", "not")),
 )
 def test_one_kernel_turns_and_stores_as_a_rotation_and_a_write(device, impl, seed, size, starts, D, turned):
-    from perf_lab.paged_attention.triton import turn_and_put
-
     H, Hkv, B = 4, 2, len(starts)
     blocks = -(-13 // size)
     tables = torch.randperm(B * blocks).view(B, blocks).int().to(device)
@@ -257,7 +255,7 @@ def test_one_kernel_turns_and_stores_as_a_rotation_and_a_write(device, impl, see
     at = torch.tensor(starts, device=device)
     new_k = qk[:, :, H:].transpose(1, 2)
     should_be = paged_write.oracle(k.clone(), v.clone(), new_k, new_v.transpose(1, 2), tables, at)
-    q = turn_and_put(qkv.flatten(2), None if turned == "not" else (cos, sin), H, k, v, tables, at)
+    q = impl.fn(qkv.flatten(2), None if turned == "not" else (cos, sin), H, k, v, tables, at)
     close = {"rtol": 0, "atol": 2 * 16 * eps(torch.float32)}  # two roundings of products below 16
     torch.testing.assert_close(q, qk[:, :, :H].transpose(1, 2), **close)
     torch.testing.assert_close(k, should_be[0], **close)

@@ -81,11 +81,11 @@ def attempt(kernel: str, rows: int, dim: int, dtype: str, target: str) -> dict[s
     fn, cut = getattr(paged, kernel), paged.launch(rows, dim, 4096, 64, 2, 132)
     constants = {
         **{"SIZE": 16, "ROWS": cut.rows, "KEYS": cut.keys, "DIM": dim, "SPLITS": 2, "PARTS": 2, "HEADS": 8},
-        **{"D": dim, "WINDOW": False, "EVEN": True, "TURN": True},
+        **{"D": dim, "WINDOW": False, "EVEN": True, "TURN": True, "UNIT": 16},
     }
     constants = {name: constants[name] for name in fn.arg_names if name in constants}
     signature = {name: kind(name, constants, dtype) for name in fn.arg_names}
-    still = {"heads", "kv_heads", "group", "queries", "window", "size", "length_b", "start_b", "new"}
+    still = {*paged.STILL, "kv_heads", "start_b", "new"} if kernel == "attend" else {"size", "start_b"}
     aligned = {
         (place,): [["tt.divisibility", 16]]
         for place, name in enumerate(fn.arg_names)

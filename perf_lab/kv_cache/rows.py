@@ -13,7 +13,7 @@ from torch import Tensor
 
 from perf_lab.attention import attention
 from perf_lab.kv_cache.pool import Pool, Sequence
-from perf_lab.paged_attention import paged_attention, paged_write
+from perf_lab.paged_attention import paged_attention, paged_turn, paged_write
 
 
 class Rows:
@@ -83,11 +83,8 @@ class Rows:
         """Turn the queries and keys of one token a row, qkv [B, 1, (H + 2 Hkv) D], by (cos, sin), put keys
         and values into their slots, and give q [B, H, 1, D]: in one kernel, where `fast`.
         """
-        from perf_lab.paged_attention.triton import turn_and_put
-
-        return turn_and_put(
-            qkv, turn, heads, self.pool.k[layer], self.pool.v[layer], self.tables, self.starts
-        )
+        memory = self.pool.k[layer], self.pool.v[layer]
+        return paged_turn["triton"].fn(qkv, turn, heads, *memory, self.tables, self.starts)
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Put k and v [B, Hkv, T, D] of the new tokens into their slots."""

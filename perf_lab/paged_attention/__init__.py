@@ -242,6 +242,7 @@ paged_attention = Op(
     reference="gather",
 )
 paged_write = Op("paged_write", oracle=write_oracle, validate=validate_write, reference="torch")
+paged_turn = Op("paged_turn", reference="triton")  # a rotation and a write in one kernel, for decode steps
 paged_attention.load(__name__, "gather", "scatter", "triton")
 if "triton" in paged_attention.missing:
-    paged_write.missing["triton"] = paged_attention.missing["triton"]
+    paged_turn.missing["triton"] = paged_write.missing["triton"] = paged_attention.missing["triton"]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from perf_lab import machine
 from perf_lab.op import Limit
-from perf_lab.paged_attention import paged_attention, paged_write
+from perf_lab.paged_attention import paged_attention, paged_turn, paged_write
 
 SMALLEST_SPLIT = 128  # keys; below, joining costs more than it gives
 
@@ -54,7 +54,11 @@ def launch(rows: int, dim: int, slots: int, programs: int, itemsize: int, proces
 
 
 # numbers that are no reason to compile again
-STILL = ["heads", "group", "queries", "window", "size", "length_b"]
+STILL = [
+    *("heads", "group", "queries", "window", "size", "length_b", "table_b"),
+    *("q_b", "q_h", "q_t", "k_n", "k_s", "k_h", "v_n", "v_s", "v_h", "o_b", "o_h", "o_t"),
+]
+UNIT = 16  # elements: strides that are multiples of it are told in it: 16 bytes are seen to fit
 
 
 @triton.jit
@@ -99,7 +103,7 @@ def attend(
     q_b, q_h, q_t, k_n, k_s, k_h, v_n, v_s, v_h, table_b, length_b, o_b, o_h, o_t,
     heads, group, queries, dim, scale, window, size,
     SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
-    WINDOW: tl.constexpr, EVEN: tl.constexpr,
+    WINDOW: tl.constexpr, EVEN: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """One tile of ROWS packed queries of one row and KV head, over one part of the keys.
 
@@ -107,7 +111,11 @@ def attend(
     SPLITS = 1 writes out [B, Hq, Tq, D]; else part [programs, SPLITS, ROWS, DIM], the output so far, and
     top [programs, SPLITS, 2, ROWS], the highest score (base 2) and the sum of weights.
     SIZE is the block size if that is a power of 2 (a shift then finds the block), else 0. EVEN: D is DIM.
+    Strides of q, k, v and out are in UNIT elements.
     """
+    q_b, q_h, q_t = q_b * UNIT, q_h * UNIT, q_t * UNIT
+    k_n, k_s, k_h, v_n, v_s, v_h = k_n * UNIT, k_s * UNIT, k_h * UNIT, v_n * UNIT, v_s * UNIT, v_h * UNIT
+    o_b, o_h, o_t = o_b * UNIT, o_h * UNIT, o_t * UNIT
     S = size if SIZE == 0 else SIZE
     program, split = tl.program_id(0), tl.program_id(1)
     tiles = tl.cdiv(queries * group, ROWS)
@@ -281,17 +289,19 @@ def triton_paged_attention(
     if cut is None:
         cut = launch(group * Tq, D, M * S, B * Hkv, q.element_size(), processors(q.device))
     programs = B * Hkv * -(-group * Tq // cut.rows)
+    strides = [stride for x in (q, k, v, out) for stride in x.stride()[:3]]
+    unit = 1 if any(stride % UNIT for stride in strides) else UNIT
+    strides = [stride // unit for stride in strides]
     like: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
     parts = torch.empty((programs, cut.splits, cut.rows, dim) if cut.splits > 1 else (1,), **like)
     tops = torch.empty((programs, cut.splits, 2, cut.rows) if cut.splits > 1 else (1,), **like)
     with torch.cuda.device_of(q):
         attend[(programs, cut.splits)](
             q, k, v, tables, lengths, out, parts, tops,
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-            tables.stride(0), lengths.stride(0), *out.stride()[:3],
+            *strides[:9], tables.stride(0), lengths.stride(0), *strides[9:],
             Hkv, group, Tq, D, D**-0.5 if scale is None else scale, window or 0, S,
-            0 if S & (S - 1) else S, cut.rows, cut.keys, dim, cut.splits,
-            window is not None, dim == D,
+            S if S >= 16 and not S & (S - 1) else 0, cut.rows, cut.keys, dim, cut.splits,
+            window is not None, dim == D, unit,
             num_warps=cut.warps, num_stages=cut.stages,
         )  # fmt: skip
         if cut.splits > 1:
@@ -326,6 +336,7 @@ def triton_put(k: Tensor, v: Tensor, new_k: Tensor, new_v: Tensor, tables: Tenso
         )  # fmt: skip
 
 
+@paged_turn.register("triton", devices=("cuda",), interpreted=True)
 def turn_and_put(
     qkv: Tensor,
     turned: tuple[Tensor, Tensor] | None,

@@ -6,7 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perf_lab.paged_attention import paged_attention, paged_write
+from perf_lab.model.transformer import rotate
+from perf_lab.paged_attention import paged_attention, paged_turn, paged_write
+from perf_lab.paged_attention.scatter import scatter
 
 from . import mutant, unguarded
 
@@ -170,16 +172,12 @@ def writes_below_zero(k, v, new_k, new_v, tables, starts):
 @mutant(paged_write, killed_by=WRITE)
 def keys_for_values(k, v, new_k, new_v, tables, starts):
     """Keys are written as values too."""
-    from perf_lab.paged_attention.scatter import scatter
-
     scatter(k, v, new_k, new_k, tables, starts)
 
 
 @mutant(paged_write, killed_by=WRITE)
 def into_a_copy(k, v, new_k, new_v, tables, starts):
     """A pool that is not contiguous is copied, and the copy written."""
-    from perf_lab.paged_attention.scatter import scatter
-
     scatter(k.contiguous(), v.contiguous(), new_k, new_v, tables, starts)
 
 
@@ -220,3 +218,29 @@ def first_block_last(q, k, v, tables, lengths, **how):
         lengths,
         block_of=lambda row, j, size: row[int(lengths.max() - 1) // size - j // size],
     )
+
+
+TURN = "test_paged_attention::test_one_kernel_turns_and_stores_as_a_rotation_and_a_write"
+
+
+def turned_and_put(qkv, turned, heads, k, v, tables, starts, shift=0, turn_values=False):
+    """A right rotation and then a write; `shift` and `turn_values` are the places for faults."""
+    parts = qkv.view(len(qkv), 1, -1, k.shape[3])
+    cut = parts.shape[2] if turn_values else heads + k.shape[2]
+    if turned is not None:
+        parts = torch.cat((rotate(parts[:, :, :cut], *turned), parts[:, :, cut:]), 2)
+    q, new_k, new_v = parts.split((heads, k.shape[2], k.shape[2]), 2)
+    scatter(k, v, new_k.transpose(1, 2), new_v.transpose(1, 2), tables, starts + shift)
+    return q.transpose(1, 2)
+
+
+@mutant(paged_turn, killed_by=TURN)
+def one_slot_early(qkv, turned, heads, k, v, tables, starts):
+    """Keys and values are put over those of the token before."""
+    return turned_and_put(qkv, turned, heads, k, v, tables, starts, shift=-1)
+
+
+@mutant(paged_turn, killed_by=TURN)
+def turns_values(qkv, turned, heads, k, v, tables, starts):
+    """Values are turned as keys are."""
+    return turned_and_put(qkv, turned, heads, k, v, tables, starts, turn_values=True)
