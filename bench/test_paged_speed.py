@@ -47,6 +47,8 @@ HEADS = {
 @lengths(1024, 4096)
 def test_paged_decode_speed(bench, device, impl, batch, length):
     """Write a token and attend to all: what a layer's cache does in a decode step of `batch` rows."""
+    if batch == 1 and impl in ("paged_1", "paged_256"):
+        pytest.skip("block sizes are told apart at batch 32")
     if device == "cpu" and batch * length > 2**16:
         pytest.skip("a minute of copying on a CPU, and the shorter rows say the same")
     cache, (q, k, v) = filled(impl, device, batch, length), new_tokens(device, batch)
@@ -316,6 +318,8 @@ def test_serving_speed(bench, device, impl, concurrency, length):
     seconds = ONE_S[device] * (concurrency if impl == "sequential" else 1 + concurrency / 8)
     if device == "cpu" and concurrency > 32:
         pytest.skip(f"would take about {4 * seconds:.2g} s here; the row of 32 says the same")
+    if impl == "transformers_static" and concurrency in (8, 64):
+        pytest.skip("the rows of 1 and 32 requests say enough of it")
     theirs, ours = llama(device)
     trace = arrivals(concurrency, length, ours.config.vocab_size, NEW[device], GAP_S[device])
     server = Server(ours, pool_for(ours, 40 + 8 * concurrency), most=min(64, max(8, concurrency)), chunk=1024)
