@@ -59,7 +59,7 @@ class Decode:
         self.mask = (
             None if pads is None else (torch.arange(cache.capacity, **like) >= pads[:, None])[:, None, None]
         )
-        self.done = self.warm = 0
+        self.done, self.warm, self.records = 0, 0, False
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def serves(self, model: Any, eos: int | None) -> bool:
@@ -75,6 +75,8 @@ class Decode:
         if self.slots is None:
             self.slots = self.cache.slots(self.at) if pages(self.cache) else Slots(self.cache, self.at)
             self.slots.read_by_host = self.at.device.type == "cpu"
+            # a graph holds nothing that waits for the device, as a paged cache in float64 does
+            self.records = self.at.is_cuda and getattr(self.slots, "fast", True)
         self.ended.copy_(ended)
         return self.ended
 
@@ -82,7 +84,7 @@ class Decode:
         """One more token in every row."""
         if self.graph is not None:
             self.graph.replay()
-        elif self.tokens.is_cuda and self.warm >= STEPS_BEFORE_RECORDING:
+        elif self.records and self.warm >= STEPS_BEFORE_RECORDING:
             self.graph = record(self._advance)
             self.graph.replay()
         else:
