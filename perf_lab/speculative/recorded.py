@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perf_lab.decode import STEPS_BEFORE_RECORDING, Slots, attend, can_step, record
+from perf_lab.decode import STEPS_BEFORE_RECORDING, Slots, attend, can_step, pages, record
 from perf_lab.sampling import pick
 from perf_lab.speculative.acceptance import accept, accept_greedy
 from perf_lab.speculative.model_draft import ModelDraft
@@ -56,6 +56,7 @@ def can_record(rows: Any) -> bool:
         and rows.sampling.repetition_penalty is None
         and isinstance(rows.target, torch.nn.Module)
         and can_step(rows.target, rows.cache)
+        and not pages(rows.cache)
         and rows.cache.capacity >= rows.full - 1 + rows.gamma
         and (rows.sampling.greedy or steps(rows))
     )
@@ -66,7 +67,8 @@ def steps(rows: Any) -> bool:
     draft = rows.draft
     if type(draft) is not ModelDraft or not isinstance(draft.model, torch.nn.Module):
         return False
-    return can_step(draft.model, draft.cache) and draft.cache.capacity >= rows.full - 1 + rows.gamma
+    whole = can_step(draft.model, draft.cache) and not pages(draft.cache)
+    return whole and draft.cache.capacity >= rows.full - 1 + rows.gamma
 
 
 def tensors_of(*models: Any) -> tuple[Any, ...]:
