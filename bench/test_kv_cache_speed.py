@@ -54,7 +54,7 @@ def test_generate_speed(bench, device, impl, length):
 @pytest.mark.skipif(why_missing() is not None, reason=str(why_missing()))
 @on_devices()
 @pytest.mark.parametrize("impl", ["uncached", "cached"])
-@lengths(128, 256)
+@lengths(128)
 def test_smollm2_generate_speed(bench, device, impl, length):
     """The same with the weights of SmolLM2-135M-Instruct; REAL_NEW tokens."""
     model, prompt = smollm2(device), random_prompt(length, device)

@@ -47,7 +47,7 @@ COUNTING = {"gamma2": 2, "gamma4": 4, "gamma8": 8, "gamma4_untrained": 4}
 
 @on_devices()
 @pytest.mark.parametrize("impl", ["greedy", *COUNTING])
-@lengths(128, 256)
+@lengths(128)
 def test_speculative_speed(bench, device, impl, length):
     target, trained = counting_pair(device)
     draft = untrained(device) if impl == "gamma4_untrained" else trained
