@@ -24,7 +24,7 @@ COLD = 3  # buffers of this many caches, so that nothing of a round is left over
 MOST_COPIES = 512  # a call of under 350 kB on a 60 MB cache stays warm, and is marked so
 ROUNDS = range(3, 51)
 ROUND_BUDGET_S = 1.0
-ONE_ROUND_ABOVE_S = 5.0
+ONE_ROUND_ABOVE_S = 2.0
 
 
 class CeilingError(AssertionError):
