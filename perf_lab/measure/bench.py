@@ -25,6 +25,7 @@ MOST_COPIES = 512  # a call of under 350 kB on a 60 MB cache stays warm, and is 
 ROUNDS = range(3, 51)
 ROUND_BUDGET_S = 1.0
 ONE_ROUND_ABOVE_S = 2.0
+ALONE_ABOVE_S = 1.0  # on a CPU: in so long a call the few megabytes of its inputs are nothing, warm or cold
 
 
 class CeilingError(AssertionError):
@@ -99,7 +100,9 @@ class Bench:
             estimate = 4 * ceilings(device).floor_seconds(cost, dtype)
         self.skip_above_limit(estimate or 0.0)
         call_bytes = cost.bytes if cost else _tensor_bytes(first)
-        copies = [first, *_others(first, inputs, device, copies_for(call_bytes, device) - 1)]
+        alone = device == "cpu" and (estimate or 0) > ALONE_ABOVE_S
+        count = 1 if alone else copies_for(call_bytes, device)
+        copies = [first, *_others(first, inputs, device, count - 1)]
         call = call_text(impl, inputs, kwargs, device)
         try:
             self._check(impl, impl(*first, **fixed), first, fixed, call)
