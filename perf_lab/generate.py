@@ -123,12 +123,13 @@ def _begin(
     batch, end = prompt.shape[0], prompt.shape[1] + max_new_tokens
     kv = model.new_cache(batch, max(0, end - 1)) if cache is True else None if cache is False else cache
     choose = Chooser(how, prompt, max_new_tokens, model.config.vocab_size, generator, pads)
-    tokens = torch.cat((prompt, prompt.new_empty(batch, max_new_tokens)), 1)  # [B, T + max_new_tokens]
     decode = None
     if kv is not None and (_pays(kv, prompt) if graph is None else graph) and can_step(model, kv):
         decode = _decode(model, kv, choose, eos, pads, lasts=cache is not True)
         decode.tokens[:, : prompt.shape[1]] = prompt
-        tokens = decode.tokens[:, :end]
+        tokens = decode.tokens[:, :end]  # [B, T + max_new_tokens]
+    else:
+        tokens = torch.cat((prompt, prompt.new_empty(batch, max_new_tokens)), 1)
     return tokens, _steps(model, tokens, prompt.shape[1], kv, choose, eos, pads, decode)
 
 

@@ -14,10 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from perf_lab.attention import DTYPES, attention
-
-ALIGNMENT = 16  # bytes, of the CUDA kernels' loads
-GRID = 65535  # the most blocks that a CUDA grid takes on the axes where the kernels put B and H
-
+from perf_lab.attention.layout import ALIGNMENT, GRID, laid_out
 
 LOWEST = (
     "torch's memory-efficient CUDA kernel multiplies the mask by log2(e): the lowest number becomes -inf,"
@@ -127,7 +124,7 @@ def _fused(
     if grouped and bias is not None and q.is_cuda:  # no CUDA kernel that takes a mask takes grouped heads
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         grouped = False
-    q, k, v = (_laid_out(x) for x in (q, k, v))
+    q, k, v = (laid_out(x) for x in (q, k, v))
     if bias is not None and bias.is_cuda and not (bias.is_contiguous() and bias.data_ptr() % ALIGNMENT == 0):
         bias = bias.clone(memory_format=torch.contiguous_format)
     out = F.scaled_dot_product_attention(
@@ -137,17 +134,6 @@ def _fused(
         return out
     shown = bias if bias.dtype is torch.bool else bias > -torch.inf
     return out.masked_fill(~shown.any(3, keepdim=True), 0)
-
-
-def _laid_out(x: Tensor) -> Tensor:
-    """The tensor, or a copy: a strided last axis would make torch fall back on O(Tq * Tk) memory, and on a
-    GPU its memory-efficient kernel reads 16 bytes at a time wherever a view begins: a misaligned address.
-    """
-    batch, head, row, column = x.stride()
-    aligned = column == 1
-    if x.is_cuda:
-        aligned = aligned and (x.data_ptr() | (batch | head | row) * x.element_size()) % ALIGNMENT == 0
-    return x if aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 def _halve(x: Tensor, axis: int, kv_size: int) -> tuple[Tensor, ...]:

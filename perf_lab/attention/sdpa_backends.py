@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from perf_lab.attention import attention
+from perf_lab.attention.layout import ALIGNMENT, GRID, laid_out
 from perf_lab.op import Limit
 
-ALIGNMENT = 16  # bytes, of the kernels' loads
-GRID = 65535  # the most blocks of a CUDA grid on the axes where the kernels put B and H
 HALF = (torch.float16, torch.bfloat16)
 
 PLAIN = (
@@ -41,17 +40,11 @@ def _run(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, causal: bool, sca
     """One kernel call; views that it cannot read are copied."""
     if not (q.numel() and k.numel()):
         return torch.zeros_like(q, memory_format=torch.contiguous_format)
-    q, k, v = (_laid_out(x) for x in (q, k, v))
+    q, k, v = (laid_out(x) for x in (q, k, v))
     with sdpa_kernel(backend):
         return F.scaled_dot_product_attention(
             q, k, v, is_causal=causal and q.shape[2] > 1, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
-
-
-def _laid_out(x: Tensor) -> Tensor:
-    batch, head, row, column = x.stride()
-    aligned = column == 1 and (x.data_ptr() | (batch | head | row) * x.element_size()) % ALIGNMENT == 0
-    return x if aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 def _peer(backend: SDPBackend) -> Callable[..., Tensor]:

@@ -21,7 +21,7 @@ def check_dtype(dtype: torch.dtype) -> None:
         raise TypeError(f"dtype: got {dtype}, accepted are floating dtypes")
 
 
-def check_new(k: Tensor, v: Tensor, shape: tuple[int, int, int], like: Tensor) -> None:
+def check_new(k: Tensor, v: Tensor, shape: tuple[int, int, int], like: Any) -> None:
     """Raise unless k and v are [B, Hkv, T, D] of one T, of the dtype and on the device of `like`, without
     gradients. `shape`: B, Hkv, D.
     """
@@ -42,3 +42,14 @@ def check_new(k: Tensor, v: Tensor, shape: tuple[int, int, int], like: Tensor) -
             )
     if v.shape != k.shape:
         raise ValueError(f"v: got {tuple(v.shape)}, accepted is the shape of k, {tuple(k.shape)}")
+
+
+def check_append(cache: Any, layer: int, k: Tensor, v: Tensor) -> None:
+    """Raise unless a cache has such a layer, k and v are new tokens for it, and they fit in."""
+    check_count("layer", layer, 0, cache.layers - 1, "the last layer")
+    check_new(k, v, (cache.batch, cache.kv_heads, cache.head_dim), cache)
+    if k.shape[2] > cache.capacity - cache.length:
+        raise ValueError(
+            f"k: got {k.shape[2]} tokens, accepted are at most {cache.capacity - cache.length}: "
+            f"{cache.length} of the cache's {cache.capacity} slots are taken"
+        )

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from perf_lab.kv_cache import kv_cache
+from perf_lab.kv_cache.checks import check_append, check_count, check_dtype
 
 
 @kv_cache.register("contiguous")
@@ -33,10 +34,9 @@ class ContiguousCache:
             ("kv_heads", kv_heads),
             ("head_dim", head_dim),
         ):
-            _check_count(name, size, 1)
-        _check_count("capacity", capacity, 0)
-        if not dtype.is_floating_point:
-            raise TypeError(f"dtype: got {dtype}, accepted are floating dtypes")
+            check_count(name, size, 1)
+        check_count("capacity", capacity, 0)
+        check_dtype(dtype)
         shape = (layers, batch, kv_heads, capacity, head_dim)
         self.layers, self.batch, self.kv_heads, self.head_dim = layers, batch, kv_heads, head_dim
         self.capacity = capacity
@@ -73,7 +73,7 @@ class ContiguousCache:
         Raises ValueError for a layer, shape, device or number of tokens that does not fit, or for a tensor
         that needs a gradient; TypeError for another dtype. Nothing is written then.
         """
-        self._check_append(layer, k, v)
+        check_append(self, layer, k, v)
         start, end = self._length, self._length + k.shape[2]
         keys, values = self._k[layer], self._v[layer]  # [B, Hkv, capacity, D]
         keys[:, :, start:end].copy_(k)
@@ -88,7 +88,7 @@ class ContiguousCache:
         Raises as `append` does, and ValueError for `at` of another shape, dtype or device. Whether the slots
         are free ones is the caller's to know: to look would wait for the device.
         """
-        self._check_append(layer, k, v)
+        check_append(self, layer, k, v)
         if at.shape != k.shape[2:3] or at.dtype != torch.int64 or at.device != self._k.device:
             raise ValueError(
                 f"at: got {at.dtype} {tuple(at.shape)} on {at.device}, accepted is torch.int64 "
@@ -110,7 +110,7 @@ class ContiguousCache:
 
         Raises ValueError unless 0 <= n <= capacity - length, TypeError when it is no int.
         """
-        _check_count("n", n, 0, self.capacity - self._length, "free")
+        check_count("n", n, 0, self.capacity - self._length, "free")
         self._settle(self._length + n)
 
     def commit(self, n: int) -> None:
@@ -118,7 +118,7 @@ class ContiguousCache:
 
         Raises ValueError when n is negative or more than some layer has pending, TypeError for no int.
         """
-        _check_count("n", n, 0, min(self._pending), "pending in every layer")
+        check_count("n", n, 0, min(self._pending), "pending in every layer")
         self._settle(self._length + n)
 
     def truncate(self, length: int) -> None:
@@ -126,7 +126,7 @@ class ContiguousCache:
 
         Raises ValueError unless 0 <= length <= self.length, TypeError when it is no int.
         """
-        _check_count("length", length, 0, self._length, "committed")
+        check_count("length", length, 0, self._length, "committed")
         self._settle(length)
 
     def rollback(self, n: int) -> None:
@@ -134,7 +134,7 @@ class ContiguousCache:
 
         Raises ValueError unless 0 <= n <= self.length, TypeError when it is no int.
         """
-        _check_count("n", n, 0, self._length, "committed")
+        check_count("n", n, 0, self._length, "committed")
         self._settle(self._length - n)
 
     def reset(self) -> None:
@@ -144,40 +144,3 @@ class ContiguousCache:
     def _settle(self, length: int) -> None:
         self._length = length
         self._pending = [0] * self.layers
-
-    def _check_append(self, layer: int, k: Tensor, v: Tensor) -> None:
-        _check_count("layer", layer, 0, self.layers - 1, "the last layer")
-        self._check_tensor("k", k)
-        self._check_tensor("v", v)
-        if v.shape != k.shape:
-            raise ValueError(f"v: got {tuple(v.shape)}, accepted is the shape of k, {tuple(k.shape)}")
-        if k.shape[2] > self.capacity - self._length:
-            raise ValueError(
-                f"k: got {k.shape[2]} tokens, accepted are at most {self.capacity - self._length}: "
-                f"{self._length} of the cache's {self.capacity} slots are taken"
-            )
-
-    def _check_tensor(self, name: str, x: Tensor) -> None:
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name}: got {type(x).__name__}, accepted is a Tensor")
-        if x.dtype != self._k.dtype:
-            raise TypeError(f"{name}: got {x.dtype}, accepted is the cache's {self._k.dtype}")
-        if x.device != self._k.device:
-            raise ValueError(f"{name}: got a tensor on {x.device}, accepted is the cache's {self._k.device}")
-        b, h, d = self.batch, self.kv_heads, self.head_dim
-        if x.ndim != 4 or (x.shape[0], x.shape[1], x.shape[3]) != (b, h, d):
-            raise ValueError(f"{name}: got shape {tuple(x.shape)}, accepted is [{b}, {h}, T, {d}]")
-        if x.requires_grad:
-            raise ValueError(
-                f"{name}: got a tensor that requires a gradient, accepted are those without: "
-                "the cache keeps no gradients, call under torch.no_grad()"
-            )
-
-
-def _check_count(name: str, got: int, least: int, most: int | None = None, what: str = "") -> None:
-    """Raise unless `got` is an int from least to most."""
-    if not isinstance(got, int) or isinstance(got, bool):
-        raise TypeError(f"{name}: got {got!r}, accepted is an int")
-    if got < least or (most is not None and got > most):
-        upper = "" if most is None else f" to {most} ({what})"
-        raise ValueError(f"{name}: got {got}, accepted are {least}{upper or ' and above'}")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from perf_lab.kv_cache import kv_cache
-from perf_lab.kv_cache.checks import check_count, check_new
+from perf_lab.kv_cache.checks import check_append, check_count
 from perf_lab.kv_cache.pool import UNKNOWN, Pool, PoolFullError
 from perf_lab.kv_cache.rows import Rows, table_of
 
@@ -103,7 +103,7 @@ class PagedCache:
 
         Raises what the contract says, and PoolFullError: blocks for the whole capacity are taken.
         """
-        self._check(layer, k, v)
+        check_append(self, layer, k, v)
         if at.shape != k.shape[2:3] or at.dtype != torch.int64 or at.device != self.device:
             raise ValueError(
                 f"at: got {at.dtype} {tuple(at.shape)} on {at.device}, accepted is torch.int64 "
@@ -147,7 +147,7 @@ class PagedCache:
         mask: Tensor | None = None,
     ) -> Tensor:
         """Write k and v as `append` does; the causal attention of q [B, Hq, T, D] to all up to them."""
-        self._check(layer, k, v)
+        check_append(self, layer, k, v)
         rows = self._reserved(k.shape[2])
         self._pending[layer] = k.shape[2]
         return rows.attend(layer, q, k, v, window=window, mask=mask)
@@ -194,20 +194,11 @@ class PagedCache:
         self._rows = None
 
     def _write(self, layer: int, k: Tensor, v: Tensor) -> Rows:
-        self._check(layer, k, v)
+        check_append(self, layer, k, v)
         rows = self._reserved(k.shape[2])
         rows.write(layer, k, v)
         self._pending[layer] = k.shape[2]
         return rows
-
-    def _check(self, layer: int, k: Tensor, v: Tensor) -> None:
-        check_count("layer", layer, 0, self.layers - 1, "the last layer")
-        check_new(k, v, (self.batch, self.kv_heads, self.head_dim), self.pool.k)
-        if k.shape[2] > self.capacity - self.length:
-            raise ValueError(
-                f"k: got {k.shape[2]} tokens, accepted are at most {self.capacity - self.length}: "
-                f"{self.length} of the cache's {self.capacity} slots are taken"
-            )
 
     def _reserved(self, new: int) -> Rows:
         """Rows with slots for so many tokens after the committed ones: made once a forward."""

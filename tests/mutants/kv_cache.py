@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from perf_lab.kv_cache import ContiguousCache, kv_cache
+from perf_lab.kv_cache.checks import check_append
 
 from . import mutant
 
@@ -87,7 +88,7 @@ class AppendsAfterPending(ContiguousCache):
     """A second append at a layer goes on after the pending tokens instead of replacing them."""
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        self._check_append(layer, k, v)
+        check_append(self, layer, k, v)
         start = self._length + self._pending[layer]
         end = min(self.capacity, start + k.shape[2])
         self._k[layer][:, :, start:end] = k[:, :, : end - start]
@@ -145,7 +146,7 @@ class WritesBeforeItChecks(ContiguousCache):
     """The keys are written before the values are looked at."""
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        self._check_append(layer, k, k)
+        check_append(self, layer, k, k)
         self._k[layer][:, :, self._length : self._length + k.shape[2]] = k
         return super().append(layer, k, v)
 
